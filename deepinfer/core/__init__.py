@@ -1,0 +1,1 @@
+"""The nouns every room shares: requests, results, sequences and step plans. No torch."""
