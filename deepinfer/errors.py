@@ -1,7 +1,7 @@
 """The errors a user can see: what went wrong, the facts, a command that helps, an exit status.
 
-Every room raises these for bad input, a missing device, a broken checkpoint or a size that does not
-fit; the command line turns them into text or JSON and an exit status, and Python callers catch them.
+Every room raises these for bad input, a missing device, a broken checkpoint or a size that does
+not fit; the command line turns them into text or JSON and an exit status, Python callers catch them.
 This file must not know torch, typer or rich, nor how an error is printed.
 """
 
@@ -39,8 +39,9 @@ class ExitCode(IntEnum):
 class DeepinferError(Exception):
     """Base of every error that is shown to a user.
 
-    `code` is a slug that scripts may test, `message` one sentence without a full stop, `facts` what
-    was got, what was expected and where it came from (a line each), `hint` a command to paste or "".
+    `code` is a slug that scripts may test, `message` one sentence without a full stop, `facts`
+    what was got, what was expected and where it came from (a line each), `hint` a command to
+    paste or "".
     """
 
     exit_status: int = int(ExitCode.INTERNAL)
