@@ -1,0 +1,52 @@
+"""A request on its way: its tokens so far, how many are in memory, and where.
+
+The scheduler moves it between waiting and running and gives it pages and a slot, the engine appends
+tokens. It does not know why it is scheduled, nor what a token says.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from deepinfer.core.request import Request
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Mutable state of one request; identity is the object.
+
+    order: arrival number, small is old. tokens: prompt and generated ids. computed: how many of them are in
+    memory. slot, pages: what it owns while running, None and [] otherwise. preemptions: how often it lost
+    them. counts: of generated ids, kept only where penalties need them.
+    """
+
+    request: Request
+    order: int
+    tokens: list[int] = field(init=False)
+    computed: int = 0
+    slot: int | None = None
+    pages: list[int] = field(default_factory=list)
+    preemptions: int = 0
+    counts: Counter[int] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.prompt_ids)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.request.prompt_ids)
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - len(self.request.prompt_ids)
+
+    @property
+    def pending(self) -> int:
+        """Tokens not yet in memory: 1 while decoding, more while prefilling."""
+        return len(self.tokens) - self.computed
+
+    def append(self, token: int) -> None:
+        self.tokens.append(token)
+        if self.request.params.penalised:
+            self.counts[token] += 1

@@ -1,0 +1,5 @@
+"""Where the past of a request lives. This package imports only its torch-free half: page numbers."""
+
+from deepinfer.kvcache.blocks import BlockAllocator
+
+__all__ = ["BlockAllocator"]

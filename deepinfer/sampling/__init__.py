@@ -1,0 +1,1 @@
+"""From logits to token ids: processing, seeded noise, log-probabilities."""

@@ -1,0 +1,5 @@
+"""Decides who runs in the next step. Pure planning: nothing in this package imports torch."""
+
+from deepinfer.scheduler.policy import Policy, Step
+
+__all__ = ["Policy", "Step"]

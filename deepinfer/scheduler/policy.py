@@ -1,0 +1,158 @@
+"""Who runs in the next step: admission, decode first, chunked prefill, preemption.
+
+Sequences come in with `add`, steps go out of `next_step`, and pages and slots return by `remove`. It decides
+from counts alone: no tensor, no text, no sampling parameter, no clock.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass
+
+from deepinfer.core.sequence import Sequence
+from deepinfer.core.step import Chunk, StepPlan
+from deepinfer.kvcache.blocks import BlockAllocator
+
+# After this many preemptions a sequence waits until nobody can take its pages again.
+PATIENCE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A plan and the sequence behind each of its chunks."""
+
+    plan: StepPlan
+    sequences: tuple[Sequence, ...]
+
+
+class Policy:
+    """Continuous batching over `slots` state slots and a pool of pages.
+
+    Every running sequence gets at least one row in every step, so at most `max_rows` run. Decoding rows come
+    first, oldest request first; then prompts, at most `chunk` rows of one request in a step; then new
+    requests in order of arrival, never past one that does not fit yet. Memory for a whole prompt is taken at
+    admission, for the answer page by page. When a decoding sequence finds no page, the newest running one
+    gives everything up and is computed again later. The oldest is never preempted by another, and any
+    sequence alone fits (`fits` is checked before `add`), so every step makes progress.
+    """
+
+    def __init__(self, blocks: BlockAllocator, *, slots: int, max_rows: int, chunk: int) -> None:
+        self.blocks = blocks
+        self.slots = slots
+        self.max_rows = max_rows
+        self.chunk = chunk
+        self.waiting: list[Sequence] = []  # both lists are sorted by arrival
+        self.running: list[Sequence] = []
+        self._free_slots = list(range(slots - 1, -1, -1))
+
+    @property
+    def slots_in_use(self) -> int:
+        return self.slots - len(self._free_slots)
+
+    def fits(self, tokens: int) -> bool:
+        """Could a sequence of `tokens` tokens ever run?"""
+        return self.blocks.pages_for(tokens) <= self.blocks.total
+
+    def add(self, sequence: Sequence) -> None:
+        insort(self.waiting, sequence, key=_arrival)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence, finished or not, and take its memory back. Twice is harmless."""
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+        if sequence in self.running:
+            self._release(sequence)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take the memory of a running sequence; it waits and is computed again from its tokens."""
+        self._release(sequence)
+        sequence.computed = 0
+        sequence.preemptions += 1
+        insort(self.waiting, sequence, key=_arrival)
+
+    def next_step(self, want_all_rows=lambda sequence: False) -> Step | None:
+        """The next step, or None if nothing is left to run.
+
+        want_all_rows(sequence): must every row of its next chunk deliver logits?
+        """
+        taken: list[tuple[Sequence, int]] = []
+        rows = self.max_rows
+        for sequence in tuple(self.running):
+            # a sequence after this one may have been preempted by it meanwhile
+            if sequence.slot is not None and sequence.pending == 1 and self._grow(sequence):
+                taken.append((sequence, 1))
+        rows -= len(taken)
+        prefilling = [sequence for sequence in self.running if sequence.pending > 1]
+        for behind, sequence in enumerate(prefilling, start=1):
+            spare = rows - (len(prefilling) - behind)  # one row for each prompt after this one
+            size = min(sequence.pending, self.chunk, spare)
+            taken.append((sequence, size))
+            rows -= size
+        while rows > 0 and self.waiting and self._admissible(self.waiting[0]):
+            sequence = self._admit()
+            size = min(sequence.pending, self.chunk, rows)
+            taken.append((sequence, size))
+            rows -= size
+        if not taken:
+            return None
+        chunks = tuple(self._chunk(sequence, size, want_all_rows) for sequence, size in taken)
+        return Step(StepPlan(chunks), tuple(sequence for sequence, _ in taken))
+
+    def _chunk(self, sequence: Sequence, size: int, want_all_rows) -> Chunk:
+        start = sequence.computed
+        end = start + size
+        if want_all_rows(sequence):
+            logits = size
+        else:
+            logits = 1 if end == len(sequence.tokens) else 0
+        return Chunk(
+            slot=sequence.slot,
+            start=start,
+            token_ids=tuple(sequence.tokens[start:end]),
+            pages=tuple(sequence.pages[: self.blocks.pages_for(end)]),
+            logits=logits,
+        )
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """Pages for all its tokens, at the cost of newer sequences. False: it had to go itself."""
+        while (missing := self._missing(sequence, len(sequence.tokens))) > self.blocks.free:
+            newest = self.running[-1]
+            self.preempt(newest)
+            if newest is sequence:
+                return False
+        sequence.pages += self.blocks.take(missing)
+        return True
+
+    def _missing(self, sequence: Sequence, tokens: int) -> int:
+        return max(self.blocks.pages_for(tokens) - len(sequence.pages), 0)
+
+    def _admissible(self, sequence: Sequence) -> bool:
+        """Is there a slot, and memory for what is known of it while the running ones grow on?"""
+        if len(self.running) >= min(self.slots, self.max_rows):
+            return False
+        growth = [self._missing(running, running.request.need) for running in self.running]
+        if sequence.preemptions < PATIENCE:
+            need = self.blocks.pages_for(len(sequence.tokens))
+            reserve = sum(min(pages, 1) for pages in growth)
+        else:
+            need = self.blocks.pages_for(sequence.request.need)
+            reserve = sum(growth)
+        return need + reserve <= self.blocks.free
+
+    def _admit(self) -> Sequence:
+        sequence = self.waiting.pop(0)
+        sequence.slot = self._free_slots.pop()
+        sequence.pages = self.blocks.take(self.blocks.pages_for(len(sequence.tokens)))
+        insort(self.running, sequence, key=_arrival)
+        return sequence
+
+    def _release(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self.blocks.give_back(sequence.pages)
+        self._free_slots.append(sequence.slot)
+        sequence.pages = []
+        sequence.slot = None
+
+
+def _arrival(sequence: Sequence) -> int:
+    return sequence.order
