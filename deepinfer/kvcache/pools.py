@@ -1,0 +1,111 @@
+"""The tensors that hold the past: window rings, paged entries and index keys, open groups, n-grams.
+
+Comes in: the configuration and how many slots and pages to hold. Goes out: storage, packed as
+model spec §4 has it. Must not know who owns a slot or a page.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from deepinfer.model.config import ModelConfig
+from deepinfer.quant.records import RecordFormat
+
+
+@dataclass(frozen=True)
+class Formats:
+    """Record formats of window entries, compressed entries and index keys."""
+
+    window: RecordFormat
+    entry: RecordFormat
+    index: RecordFormat
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> Formats:
+        dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
+        window, entry, index = (
+            ("window", "entry", "index") if config.quantised else ("plain",) * 3
+        )
+        return cls(
+            RecordFormat(window, config.head_dim, dtype),
+            RecordFormat(entry, config.head_dim, dtype),
+            RecordFormat(index, config.index_head_dim, dtype),
+        )
+
+
+def bytes_per_token(config: ModelConfig) -> float:
+    """Growing bytes per context token: 890 at the real sizes (model spec §4)."""
+    formats = Formats.of(config)
+    record = formats.entry.nbytes + formats.index.nbytes
+    return sum(record / config.compress_ratios[i] for i in config.kv_source_layer_ids)
+
+
+def bytes_per_slot(config: ModelConfig, rollback: int = 0) -> int:
+    """Fixed bytes per running request: window rings, open groups, n-gram history."""
+    rows = config.sliding_window + rollback
+    rings = config.num_hidden_layers * rows * Formats.of(config).window.nbytes
+    open_rows = sum(config.compress_ratios[i] - 1 for i in config.kv_source_layer_ids)
+    history = max(0, config.engram_max_ngram_size - 1)
+    return rings + open_rows * 2 * 4 * config.head_dim + 8 * history
+
+
+class Pools:
+    """Storage for ``slots`` requests and ``pages`` pages of ``page_tokens`` tokens.
+
+    A ring row of position p lies at p mod (window + rollback); entry j of ratio r lies in page
+    j // (page_tokens / r) of its request, the same page number in every source's pool.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        slots: int,
+        pages: int,
+        page_tokens: int,
+        device: torch.device | str = "cpu",
+        rollback: int = 0,
+        mapped_pad: int = 0,
+    ):
+        """``mapped_pad``: the mapped id that stands where an n-gram reaches before position 0."""
+        self.formats = Formats.of(config)
+        self.ring = config.sliding_window + rollback
+        self.page_tokens = page_tokens
+        self.mapped_pad = mapped_pad
+        ratios = {i: config.compress_ratios[i] for i in config.kv_source_layer_ids}
+
+        def records(fmt: RecordFormat, rows: int) -> torch.Tensor:
+            return torch.zeros((rows, fmt.nbytes), dtype=torch.uint8, device=device)
+
+        self.windows = [
+            records(self.formats.window, slots * self.ring) for _ in range(config.num_hidden_layers)
+        ]
+        self.entries = {
+            i: records(self.formats.entry, pages * page_tokens // r) for i, r in ratios.items()
+        }
+        self.index = {
+            i: records(self.formats.index, pages * page_tokens // r) for i, r in ratios.items()
+        }
+        # Rows of the open group, by place in the group: (v, z) float32 [slots, r - 1, D].
+        self.open = {
+            i: torch.zeros((2, slots, r - 1, config.head_dim), device=device)
+            for i, r in ratios.items()
+        }
+        self.history = torch.zeros(
+            (slots, max(0, config.engram_max_ngram_size - 1)), dtype=torch.int64, device=device
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pools."""
+        held = [*self.windows, *self.entries.values(), *self.index.values(), *self.open.values()]
+        return sum(t.nbytes for t in held) + self.history.nbytes
+
+    def poison(self) -> None:
+        """Fill everything with NaN patterns: a test that reads unwritten storage shows it."""
+        for t in (*self.windows, *self.entries.values(), *self.index.values()):
+            t.fill_(0xFF)
+        for t in self.open.values():
+            t.fill_(torch.nan)

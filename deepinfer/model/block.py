@@ -1,0 +1,71 @@
+"""One layer: attention and FFN in single-pass hyper-connections.
+
+Comes in: streams [N, C, H] and the previous sublayer's ``pre``. Goes out: the same. Source: model
+spec §3.2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from deepinfer.model.attention import AttentionWeights, attention
+from deepinfer.model.config import LayerSpec, ModelConfig
+from deepinfer.model.engram import EngramWeights
+from deepinfer.model.hyper import HyperWeights, mixes
+from deepinfer.model.memory import Memory, Ops
+from deepinfer.model.moe import MoEWeights, moe
+from deepinfer.model.norm_rope import Rotary, Table
+from deepinfer.model.weights import Source
+
+
+@dataclass(frozen=True)
+class BlockWeights:
+    """``layers.L.*``."""
+
+    attn_norm: torch.Tensor
+    ffn_norm: torch.Tensor
+    hc_attn: HyperWeights
+    hc_ffn: HyperWeights
+    attention: AttentionWeights
+    ffn: MoEWeights
+    engram: EngramWeights | None
+
+    @classmethod
+    def of(cls, source: Source, layer: LayerSpec, config: ModelConfig) -> BlockWeights:
+        table = layer.engram
+        return cls(
+            attn_norm=source.vector("attn_norm.weight"),
+            ffn_norm=source.vector("ffn_norm.weight"),
+            hc_attn=HyperWeights.of(source, "attn"),
+            hc_ffn=HyperWeights.of(source, "ffn"),
+            attention=AttentionWeights.of(source.under("attn"), layer),
+            ffn=MoEWeights.of(source.under("ffn")),
+            engram=None
+            if table is None
+            else EngramWeights.of(source.under("engram"), config, table),
+        )
+
+
+def block(
+    streams: torch.Tensor,
+    pre: torch.Tensor,
+    w: BlockWeights,
+    layer: LayerSpec,
+    config: ModelConfig,
+    memory: Memory,
+    rotary: Rotary,
+    table: Table,
+    ops: Ops,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(streams, pre) after the layer; each sublayer reads with the ``pre`` before it."""
+    eps = config.rms_norm_eps
+    attn_pre, post, comb = mixes(streams, w.hc_attn, config, ops)
+    x = ops.rmsnorm(ops.hc_collapse(streams, pre), w.attn_norm, eps)
+    x = attention(x, w.attention, layer, config, memory, rotary, table, ops)
+    streams = ops.hc_expand(x, streams, post, comb)
+    ffn_pre, post, comb = mixes(streams, w.hc_ffn, config, ops)
+    x = ops.rmsnorm(ops.hc_collapse(streams, attn_pre), w.ffn_norm, eps)
+    x = moe(x, w.ffn, config, ops)
+    return ops.hc_expand(x, streams, post, comb), ffn_pre

@@ -1,0 +1,64 @@
+"""The whole forward pass: embedding, layers, head.
+
+Comes in: token ids of N rows and a memory. Goes out: float32 logits of the rows asked for. Source:
+model spec §3.1. Must not know requests, pages, scheduling or which back end an op runs on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from deepinfer.model.block import BlockWeights, block
+from deepinfer.model.config import ModelConfig
+from deepinfer.model.engram import engram
+from deepinfer.model.hyper import first_pre
+from deepinfer.model.memory import Memory, Ops
+from deepinfer.model.norm_rope import Rotary
+from deepinfer.model.weights import Source
+
+
+class Transformer:
+    """The backbone of a DeepSeek-V4.1 checkpoint."""
+
+    def __init__(self, config: ModelConfig, weights: Mapping[str, Any], ops: Ops):
+        """``weights``: checkpoint name -> tensor or packed tensor, all on one device."""
+        self.config, self.ops = config, ops
+        source = Source(weights, ops)
+        self.embed = source.stored("embed.weight")
+        self.blocks = [
+            BlockWeights.of(source.under(f"layers.{layer.index}"), layer, config)
+            for layer in config.layers
+        ]
+        self.norm = source.vector("norm.weight")
+        self.head = source.matrix("head.weight")
+        self.rotary = Rotary.of(config, self.embed.device)
+
+    def forward(
+        self, tokens: torch.Tensor, memory: Memory, rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Logits float32 [rows, vocab] of tokens int64 [N]; ``rows`` int64 indices, None = all."""
+        x = self.hidden(tokens, memory)
+        return self.logits(x if rows is None else x[rows])
+
+    def hidden(self, tokens: torch.Tensor, memory: Memory) -> torch.Tensor:
+        """Collapsed streams [N, H] after the last layer, before the final norm."""
+        config, ops = self.config, self.ops
+        streams = self.embed[tokens].unsqueeze(1).expand(-1, config.hc_mult, -1)
+        pre = first_pre(tokens.shape[0], config.hc_mult, streams.device)
+        plain, compressed = self.rotary.tables(memory.positions, ops)
+        for layer, w in zip(config.layers, self.blocks, strict=True):
+            if w.engram is not None:
+                streams = engram(streams, memory.ngrams, w.engram, config, ops)
+            table = compressed if layer.ratio else plain
+            streams, pre = block(
+                streams, pre, w, layer, config, memory, self.rotary, table, ops
+            )
+        return ops.hc_collapse(streams, pre)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """float32 [rows, vocab] of collapsed streams x [rows, H]."""
+        x = self.ops.rmsnorm(x, self.norm, self.config.rms_norm_eps)
+        return self.ops.linear_f32(x, self.head)

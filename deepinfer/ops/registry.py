@@ -1,0 +1,118 @@
+"""Chooses an implementation for every op, explains the choice, and hands the model its op table.
+
+Comes in: a device type and overrides ("op=back end", "all=back end"). Goes out: ``Ops``. A back
+end is a package ``deepinfer.ops.<name>`` with one module a family; an op without a torch
+reference cannot exist. Must not know the model or settings.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from deepinfer.errors import UsageError
+from deepinfer.ops.specs import OpSpec, engram, hyper, linear, memory, moe, rowwise
+
+SPECS: dict[str, OpSpec] = {
+    spec.name: spec
+    for family in (rowwise, linear, hyper, memory, moe, engram)
+    for spec in family.SPECS
+}
+# Back end -> device types it serves; later entries are preferred where they hold the op.
+BACKENDS: dict[str, tuple[str, ...]] = {"torch": ("cpu", "cuda", "npu")}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One line of the explanation: the chosen back end, those that hold the op, and why."""
+
+    op: str
+    backend: str
+    available: tuple[str, ...]
+    why: str
+
+
+class Ops:
+    """The op table: one attribute per op name, callable as its spec says."""
+
+    def __init__(self, table: Mapping[str, Callable[..., Any]]):
+        self.__dict__.update(table)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        raise AttributeError(f"no such op: {name}")
+
+
+def implementation(spec: OpSpec, backend: str) -> Callable[..., Any] | None:
+    """The function of ``spec`` in ``backend``, or None if that back end does not hold it."""
+    try:
+        module = importlib.import_module(f"deepinfer.ops.{backend}.{spec.family}")
+    except ModuleNotFoundError:
+        return None
+    return getattr(module, spec.name, None)
+
+
+def parse_overrides(overrides: Iterable[str]) -> dict[str, str]:
+    """{"op": "back end"} of "op=back end" strings. Raises ``UsageError`` on unknown names."""
+    chosen = {}
+    for item in overrides:
+        op, _, backend = item.partition("=")
+        if backend not in BACKENDS:
+            raise UsageError(
+                "backend-unknown",
+                f"--backend {item}: there is no back end {backend!r}",
+                facts=[f"back ends: {', '.join(BACKENDS)}"],
+                hint="deepinfer doctor --ops",
+            )
+        if op != "all" and op not in SPECS:
+            near = difflib.get_close_matches(op, SPECS, 1)
+            raise UsageError(
+                "op-unknown",
+                f"--backend {item}: there is no op {op!r}",
+                facts=[f"did you mean {near[0]}?"] if near else [f"ops: {', '.join(SPECS)}"],
+                hint="deepinfer doctor --ops",
+            )
+        chosen[op] = backend
+    return chosen
+
+
+def explain(device: str, overrides: Iterable[str] = ()) -> list[Choice]:
+    """One ``Choice`` per op for a device type ("cpu", "cuda", "npu"). Raises ``UsageError``."""
+    asked = parse_overrides(overrides)
+    lines = []
+    for name, spec in SPECS.items():
+        held = [b for b, on in BACKENDS.items() if device in on and implementation(spec, b)]
+        want = asked.get(name, asked.get("all"))
+        if want is None:
+            backend = held[-1]
+            why = "the only one here" if len(held) == 1 else f"preferred on {device}"
+        elif want in held:
+            backend, why = want, "asked for"
+        elif name in asked:
+            raise UsageError(
+                "backend-missing",
+                f"--backend {name}={want}: {want} does not hold {name} on {device}",
+                facts=[f"held by: {', '.join(held)}"],
+                hint="deepinfer doctor --ops",
+            )
+        else:
+            backend, why = held[-1], f"{want} does not hold it"
+        lines.append(Choice(name, backend, tuple(held), why))
+    return lines
+
+
+def build(device: str, overrides: Iterable[str] = (), *, keep_weights: bool = True) -> Ops:
+    """The op table for a device type.
+
+    ``keep_weights``: the torch back end holds unpacked weights (eight bytes each) for speed.
+    """
+    table: dict[str, Callable[..., Any]] = {}
+    for choice in explain(device, overrides):
+        function = implementation(SPECS[choice.op], choice.backend)
+        assert function is not None, f"{choice.backend} lost {choice.op}"
+        table[choice.op] = function
+    table["prepare"] = partial(table["prepare"], keep=keep_weights)
+    return Ops(table)

@@ -1,0 +1,60 @@
+"""Row-wise reference ops: fixed-order sums, transcendental functions, RMSNorm and RoPE.
+
+Comes in: rows [tokens, ...]. Goes out: rows. Transcendental functions are taken in float64 and
+rounded once, so that vectorised and scalar code paths agree. Source: model spec §3.0.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def row_sum(x: torch.Tensor) -> torch.Tensor:
+    """Sum over the last dimension as a tree whose shape depends on its length alone."""
+    n = x.shape[-1]
+    while n > 1:
+        half = n // 2
+        head = x[..., :half] + x[..., half : 2 * half]
+        x = torch.cat((head, x[..., 2 * half :]), -1) if n % 2 else head
+        n = x.shape[-1]
+    return x[..., 0]
+
+
+def exp(x: torch.Tensor) -> torch.Tensor:
+    return x.double().exp().float()
+
+
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    return torch.sigmoid(x.double()).float()
+
+
+def inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """1 / sqrt(mean(x^2) + eps) over the last dimension of float32 ``x``; float32 [...]."""
+    return 1.0 / torch.sqrt(row_sum(x * x) / x.shape[-1] + eps)
+
+
+def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x [..., n] * rsqrt(mean(x^2) + eps) * weight, float32 inside, one rounding to x's dtype."""
+    x32 = x.float()
+    return (x32 * inverse_rms(x32, eps).unsqueeze(-1) * weight.float()).to(x.dtype)
+
+
+def rope_table(positions: torch.Tensor, freqs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin, float32 [tokens, rotary / 2]; the angle is rounded to float32 first."""
+    angle = (positions.float().unsqueeze(-1) * freqs).double()
+    return angle.cos().float(), angle.sin().float()
+
+
+def rope(
+    x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor], inverse: bool = False
+) -> torch.Tensor:
+    """Rotate the last R channels of x [tokens, D] or [tokens, heads, D] as adjacent pairs."""
+    cos, sin = table
+    if inverse:
+        sin = -sin
+    if x.dim() == 3:
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    rotary = 2 * cos.shape[-1]
+    even, odd = x[..., -rotary:].float().unflatten(-1, (-1, 2)).unbind(-1)
+    turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
+    return torch.cat((x[..., :-rotary], turned.to(x.dtype)), -1)
