@@ -31,9 +31,9 @@ PART_OF_MANY = re.compile(r"-\d+-of-(\d+)\.safetensors$")
 class Checkpoint:
     """A folder that holds a complete model.
 
-    `tensors`: every stored tensor that the index accounts for, by checkpoint name (a `model.` prefix
-    removed). `coverage`: which of them are loaded and which nobody uses. `warnings`: lines for the
-    user. `config_dict` is `config.json` as it stands.
+    `tensors`: every stored tensor that the index accounts for, by checkpoint name (a `model.`
+    prefix removed). `coverage`: which of them are loaded and which nobody uses. `warnings`: lines
+    for the user. `config_dict` is `config.json` as it stands.
     """
 
     path: Path
@@ -55,11 +55,11 @@ class Checkpoint:
 def open_checkpoint(path: str | os.PathLike[str], origin: str = "") -> Checkpoint:
     """Checks a model folder completely; no weight is read and nothing of its size is allocated.
 
-    `origin` names where the path came from (a flag, a variable) and is shown when it does not exist.
-    Raises `UsageError` (`model-dir-missing`), or `CheckpointError`: `model-dir-not-a-checkpoint`,
-    `architecture-unsupported`, `config-invalid`, `checkpoint-incomplete`,
-    `checkpoint-index-invalid`, `checkpoint-file-invalid`, `token-map-invalid` and the ones of
-    `match`.
+    `origin` names where the path came from (a flag, a variable) and is shown when it does not
+    exist. Raises `UsageError` (`model-dir-missing`), or `CheckpointError`:
+    `model-dir-not-a-checkpoint`, `architecture-unsupported`, `config-invalid`,
+    `checkpoint-incomplete`, `checkpoint-index-invalid`, `checkpoint-file-invalid`,
+    `token-map-invalid` and the ones of `match`.
     """
     folder = Path(path)
     _check_folder(folder, origin)
