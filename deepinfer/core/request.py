@@ -1,7 +1,8 @@
 """What a caller asks for and what comes back: SamplingParams, Request, Completion.
 
-Pure records that travel between the command line, the engine and the sampler; every value is checked
-where it enters, so the rooms behind need no second look. Nothing here knows text, pages or tensors.
+Pure records that travel between the command line, the engine and the sampler; every value is
+checked where it enters, so the rooms behind need no second look. Nothing here knows text, pages or
+tensors.
 """
 
 from __future__ import annotations
@@ -106,19 +107,26 @@ class SamplingParams:
     """How the next tokens are chosen and when to stop (serving semantics §5).
 
     max_tokens: most tokens to generate; 0 gives an empty completion with finish reason "length".
-    temperature: 0 is argmax, the lowest id on ties. top_k: 0 is off. top_p in (0, 1]. min_p in [0, 1].
+    temperature: 0 is argmax, the lowest id on ties. top_k: 0 is off. top_p in (0, 1]. min_p in [0,
+    1].
     n: samples per prompt.
-    seed: 0 <= seed < 2^64; with several prompts or samples each sequence gets its own seed derived from it
-        (`deepinfer.sampling.rng.derive_seed`). seq_seed: used as given; one, or a list of n. Neither: random.
+    seed: 0 <= seed < 2^64; with several prompts or samples each sequence gets its own seed derived
+    from it
+        (`deepinfer.sampling.rng.derive_seed`). seq_seed: used as given; one, or a list of n.
+        Neither: random.
     stop: strings; the text ends before the first one, its tokens stay in `token_ids`.
-    stop_token_ids: ids that end the completion like end-of-sequence, ignore_eos or not; the text ends before.
-    min_tokens: end-of-sequence and stop ids cannot be chosen, and stop strings do not count, before that many.
+    stop_token_ids: ids that end the completion like end-of-sequence, ignore_eos or not; the text
+    ends before.
+    min_tokens: end-of-sequence and stop ids cannot be chosen, and stop strings do not count, before
+    that many.
     presence_penalty, frequency_penalty: subtracted from the logits of generated tokens, [-2, 2].
-    repetition_penalty: divides positive and multiplies negative logits of prompt and generated tokens, > 0.
+    repetition_penalty: divides positive and multiplies negative logits of prompt and generated
+    tokens, > 0.
     logit_bias: token id -> number added to its logit (-inf forbids it).
-    logprobs: None, or how many alternatives to report beside the chosen token (0: the chosen one alone).
-        Values are of the model's own distribution: log-softmax of the logits before bias, penalties and
-        temperature. prompt_logprobs: the same for the prompt; the first token has none.
+    logprobs: None, or how many alternatives to report beside the chosen token (0: the chosen one
+    alone).
+        Values are of the model's own distribution: log-softmax of the logits before bias, penalties
+        and temperature. prompt_logprobs: the same for the prompt; the first token has none.
     structured: reserved for constrained output.
 
     Raises UsageError naming the field, what was got and what is accepted.
@@ -188,7 +196,9 @@ class SamplingParams:
                 raise _refuse("seq_seed", got, f"one seed per sample, {self.n}")
             return seeds
         if self.n > 1:
-            raise _refuse("seq_seed", got, f"a list of n={self.n} seeds; one seed gives equal samples")
+            raise _refuse(
+                "seq_seed", got, f"a list of n={self.n} seeds; one seed gives equal samples"
+            )
         return _whole("seq_seed", got, 0, SEED_LIMIT)
 
     @property
@@ -205,8 +215,8 @@ class SamplingParams:
 class Request:
     """One sequence to generate: a prompt, one sample of it.
 
-    index: which prompt of the call; sample: which of its n. max_new: most tokens to generate, the context
-    limit included. seed: of this sequence, already derived.
+    index: which prompt of the call; sample: which of its n. max_new: most tokens to generate, the
+    context limit included. seed: of this sequence, already derived.
     """
 
     index: int
@@ -234,8 +244,9 @@ class Record:
 
     def as_json(self) -> dict[str, object]:
         """Every field that has a value: what is missing is absent."""
-        pairs = ((field.name, getattr(self, field.name)) for field in fields(self))  # type: ignore[arg-type]
-        return {name: value for name, value in pairs if value is not None}
+        names = [field.name for field in fields(self)]  # type: ignore[arg-type]
+        values = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,10 +284,11 @@ class TokenLogprob(Record):
 class Usage(Record):
     """Token counts of one completion.
 
-    prompt_tokens = cached_tokens (reused from memory) + computed_tokens (run here) once the prompt is through.
-    replayed_tokens: run again to refill windows after a hit. recomputed_tokens: rows run again, prompt or
-    answer, because the request had to give its memory up for a while. completion_tokens: ids delivered,
-    end-of-sequence included; reasoning_tokens of them lie in the thinking block.
+    prompt_tokens = cached_tokens (reused from memory) + computed_tokens (run here) once the prompt
+    is through.
+    replayed_tokens: run again to refill windows after a hit. recomputed_tokens: rows run again,
+    prompt or answer, because the request had to give its memory up for a while. completion_tokens:
+    ids delivered, end-of-sequence included; reasoning_tokens of them lie in the thinking block.
     """
 
     prompt_tokens: int
@@ -290,7 +302,7 @@ class Usage(Record):
 
 @dataclass(frozen=True, slots=True)
 class Timing(Record):
-    """Milliseconds since submission: until first scheduled, until the first token, until the end."""
+    """Milliseconds since submission: until scheduled, until the first token, until the end."""
 
     queue: float | None = None
     ttft: float | None = None
@@ -301,9 +313,9 @@ class Timing(Record):
 class Completion(Record):
     """One answer. The fields are those of `run --json` and a promise to scripts.
 
-    prompt_logprobs: one entry per prompt token, None for the first. seed: of this sequence; as `seq_seed` it
-    gives the same answer again. replay: how the prompt was prefilled. error: None unless the finish reason is
-    "error"; tokens made before it are kept.
+    prompt_logprobs: one entry per prompt token, None for the first. seed: of this sequence; as
+    `seq_seed` it gives the same answer again. replay: how the prompt was prefilled. error: None
+    unless the finish reason is "error"; tokens made before it are kept.
     """
 
     index: int

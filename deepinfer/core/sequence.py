@@ -16,9 +16,9 @@ from deepinfer.core.request import Request
 class Sequence:
     """Mutable state of one request; identity is the object.
 
-    order: arrival number, small is old. tokens: prompt and generated ids. computed: how many of them are in
-    memory. slot, pages: what it owns while running, None and [] otherwise. preemptions: how often it lost
-    them. counts: of generated ids, kept only where penalties need them.
+    order: arrival number, small is old. tokens: prompt and generated ids. computed: how many of
+    them are in memory. slot, pages: what it owns while running, None and [] otherwise. preemptions:
+    how often it lost them. counts: of generated ids, kept only where penalties need them.
     """
 
     request: Request

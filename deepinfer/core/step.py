@@ -1,8 +1,8 @@
 """The step plan: which rows of which sequences run next.
 
-A plan is the only thing the scheduler tells the runner: token ids, where they belong, and which rows need
-logits. It knows no tensor, no weight and no sampling parameter, so both sides can be tested alone; nothing
-here may import torch.
+A plan is the only thing the scheduler tells the runner: token ids, where they belong, and which
+rows need logits. It knows no tensor, no weight and no sampling parameter, so both sides can be
+tested alone; nothing here may import torch.
 """
 
 from dataclasses import dataclass
@@ -12,10 +12,12 @@ from dataclasses import dataclass
 class Chunk:
     """Consecutive rows of one sequence.
 
-    slot: state slot (window rings, open groups, n-gram history) that the sequence owns until it ends.
+    slot: state slot (window rings, open groups, n-gram history) that the sequence owns until it
+    ends.
     start: absolute position of the first row; ``start == 0`` resets the slot.
     token_ids: one id per row, at positions ``start .. start + len(token_ids) - 1``.
-    pages: page table of the sequence; ``pages[i]`` holds tokens ``[i * page_tokens, (i + 1) * page_tokens)``
+    pages: page table of the sequence; ``pages[i]`` holds tokens ``[i * page_tokens, (i + 1) *
+    page_tokens)``
         and the table covers ``start + len(token_ids)`` tokens.
     logits: how many of the LAST rows need logits: 0, 1 or ``len(token_ids)``.
     """

@@ -1,4 +1,4 @@
-"""Where the past of a request lives. This package imports only its torch-free half: page numbers."""
+"""Where the past of a request lives. Imports only its torch-free half: page numbers."""
 
 from deepinfer.kvcache.blocks import BlockAllocator
 

@@ -1,7 +1,7 @@
 """Which pages of the compressed-KV pool are free, and who gave one back.
 
-Page numbers go out and come in; the bytes behind them belong to `kvcache.pools`. Knows no sequence, no
-layer and no tensor.
+Page numbers go out and come in; the bytes behind them belong to `kvcache.pools`. Knows no sequence,
+no layer and no tensor.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class BlockAllocator:
         """`count` pages; the caller has checked `free`. Raises InternalError if there are fewer."""
         if count > len(self._free):
             raise InternalError(
-                "pages-exhausted", f"{count} pages wanted, {len(self._free)} of {self.total} are free"
+                "pages-exhausted",
+                f"{count} pages wanted, {len(self._free)} of {self.total} are free",
             )
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
@@ -49,7 +50,7 @@ class BlockAllocator:
         return pages
 
     def give_back(self, pages: Iterable[int]) -> None:
-        """Return pages. Raises InternalError for one that is not out: two owners would share bytes."""
+        """Return pages. Raises InternalError for one not out: two owners would share bytes."""
         for page in pages:
             if not (0 <= page < self.total and self._out[page]):
                 raise InternalError("page-not-taken", f"page {page} was given back but is not out")

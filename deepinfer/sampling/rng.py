@@ -1,18 +1,19 @@
 """The only source of randomness: a counter-based generator, a pure function of its arguments.
 
-A seed, an absolute position and a purpose name a stream; the token id counts within it. So no draw depends
-on the batch, the step, a neighbour or on what was drawn before. It knows nothing of requests or logits.
+A seed, an absolute position and a purpose name a stream; the token id counts within it. So no draw
+depends on the batch, the step, a neighbour or on what was drawn before. It knows nothing of
+requests or logits.
 
-The rule, all arithmetic modulo 2^64, ``G = 0x9E3779B97F4A7C15``, ``mix`` the finaliser of SplitMix64
-(Steele, Lea, Flood 2014)::
+The rule, all arithmetic modulo 2^64, ``G = 0x9E3779B97F4A7C15``, ``mix`` the finaliser of
+SplitMix64 (Steele, Lea, Flood 2014)::
 
     key(seed, position, purpose) = mix(mix(mix(seed + G) ^ purpose) + G * (position + 1))
-    word(key, v)                 = mix(key + G * (v + 1))           # the v-th output of SplitMix64 from key
-    uniform(word)                = ((word >> 12) + 0.5) * 2^-52     # inside (0, 1), never 0 or 1
-    gumbel(word)                 = -log(-log(uniform(word)))        # standard Gumbel
+    word(key, v)                 = mix(key + G * (v + 1))       # v-th of SplitMix64 from key
+    uniform(word)                = ((word >> 12) + 0.5) * 2^-52 # inside (0, 1), never 0 or 1
+    gumbel(word)                 = -log(-log(uniform(word)))    # standard Gumbel
 
-The logarithm is built from IEEE additions, multiplications and divisions in float64, hence numpy and torch
-on any device give the same bits.
+The logarithm is built from IEEE additions, multiplications and divisions in float64, hence numpy
+and torch on any device give the same bits.
 """
 
 from __future__ import annotations
@@ -50,16 +51,17 @@ def mix(x: int) -> int:
 
 
 def key(seed: int, position: int, purpose: int = TARGET) -> int:
-    """The 64-bit name of a stream. `position` is the index in the sequence of the token drawn for."""
+    """The 64-bit name of a stream. `position`: index in the sequence of the token drawn for."""
     return mix((mix(mix((seed + G) & _WORD) ^ purpose) + G * (position + 1)) & _WORD)
 
 
 def derive_seed(seed: int, prompt: int, sample: int) -> int:
     """Seed of one sequence of a call that has a single `seed`.
 
-    (prompt 0, sample 0) keeps the seed, so one prompt alone means what was typed. Any other pair gets
-    ``mix(mix(mix(seed + G) ^ (prompt + 1)) ^ (sample + 1)) mod 2^53``. `prompt` counts the prompts that share
-    one SamplingParams; where each prompt brings its own, it is 0 for all of them.
+    (prompt 0, sample 0) keeps the seed, so one prompt alone means what was typed. Any other pair
+    gets ``mix(mix(mix(seed + G) ^ (prompt + 1)) ^ (sample + 1)) mod 2^53``. `prompt` counts the
+    prompts that share one SamplingParams; where each prompt brings its own, it is 0 for all of
+    them.
     """
     if prompt == 0 and sample == 0:
         return seed
@@ -134,8 +136,8 @@ def _gumbel(fraction: Any, int64: Any, float64: Any, to_float: Callable[[Any], A
 def _log(x: Any, int64: Any, float64: Any, to_float: Callable[[Any], Any]) -> Any:
     """Natural logarithm of positive normal float64, relative error below 1e-10.
 
-    x = 2^e * m with m in [sqrt(1/2), sqrt(2)); log m = 2 atanh(s), s = (m - 1) / (m + 1), |s| < 0.172. One
-    operation at a time: a fused multiply-add would round differently from one library to the next.
+    x = 2^e * m with m in [sqrt(1/2), sqrt(2)); log m = 2 atanh(s), s = (m - 1) / (m + 1),
+    |s| < 0.172. One operation at a time: fused ones would round differently between libraries.
     """
     bits = x.view(int64)
     mantissa = bits & _MANTISSA

@@ -1,7 +1,7 @@
 """Who runs in the next step: admission, decode first, chunked prefill, preemption.
 
-Sequences come in with `add`, steps go out of `next_step`, and pages and slots return by `remove`. It decides
-from counts alone: no tensor, no text, no sampling parameter, no clock.
+Sequences come in with `add`, steps go out of `next_step`, and pages and slots return by `remove`.
+It decides from counts alone: no tensor, no text, no sampling parameter, no clock.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ class Step:
 class Policy:
     """Continuous batching over `slots` state slots and a pool of pages.
 
-    Every running sequence gets at least one row in every step, so at most `max_rows` run. Decoding rows come
-    first, oldest request first; then prompts, at most `chunk` rows of one request in a step; then new
-    requests in order of arrival, never past one that does not fit yet. Memory for a whole prompt is taken at
-    admission, for the answer page by page. When a decoding sequence finds no page, the newest running one
-    gives everything up and is computed again later. The oldest is never preempted by another, and any
-    sequence alone fits (`fits` is checked before `add`), so every step makes progress.
+    Every running sequence gets at least one row in every step, so at most `max_rows` run. Decoding
+    rows come first, oldest request first; then prompts, at most `chunk` rows of one request in a
+    step; then new requests in order of arrival, never past one that does not fit yet. Memory for a
+    whole prompt is taken at admission, for the answer page by page. When a decoding sequence finds
+    no page, the newest running one gives everything up and is computed again later. The oldest is
+    never preempted by another, and any sequence alone fits (`fits` is checked before `add`), so
+    every step makes progress.
     """
 
     def __init__(self, blocks: BlockAllocator, *, slots: int, max_rows: int, chunk: int) -> None:
