@@ -13,7 +13,15 @@ from dataclasses import dataclass
 
 from deepinfer.model.config import ModelConfig
 
-__all__ = ["Parameter", "TensorSpec", "is_draft_tie", "is_vision", "parameters", "tensors"]
+__all__ = [
+    "Parameter",
+    "TensorSpec",
+    "is_draft_tie",
+    "is_vision",
+    "parameters",
+    "stored",
+    "tensors",
+]
 
 FP4_BLOCK = (1, 32)  # experts: one scale per row and 32 inputs
 ENGRAM_BLOCK = (1, 32)  # Engram rows: one scale per 32 channels of the row
@@ -253,8 +261,8 @@ def parameters(config: ModelConfig, vision: bool = True) -> dict[str, Parameter]
     return table.found
 
 
-def _stored(parameter: Parameter) -> Iterator[TensorSpec]:
-    p = parameter
+def stored(p: Parameter) -> Iterator[TensorSpec]:
+    """What a file holds of one parameter: its values or codes, and the scales of the codes."""
     yield TensorSpec(p.name, p.stored_shape, p.dtype, p.group, p.block)
     if p.block is not None:
         yield TensorSpec(p.scale_name, p.grid, "F8_E8M0", p.group, p.block)
@@ -262,5 +270,5 @@ def _stored(parameter: Parameter) -> Iterator[TensorSpec]:
 
 def tensors(config: ModelConfig, vision: bool = True) -> dict[str, TensorSpec]:
     """Every stored tensor by name: the parameters, and the scales of the quantised ones."""
-    specs = (s for p in parameters(config, vision).values() for s in _stored(p))
+    specs = (s for p in parameters(config, vision).values() for s in stored(p))
     return {spec.name: spec for spec in specs}
