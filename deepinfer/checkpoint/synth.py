@@ -242,12 +242,18 @@ def _layer_of(name: str, config: ModelConfig) -> int:
 
 
 def _hc_base(config: ModelConfig, name: str, noise: torch.Tensor) -> torch.Tensor:
-    """`pre` prefers one copy, `comb` the diagonal, both blurred so that the copies diverge."""
+    """`pre` prefers one copy, `comb` the diagonal, `post` differs: the copies must diverge.
+
+    In copies that are nearly equal a transposed `comb` or an unshifted `pre` would go unnoticed.
+    """
     copies = config.hc_mult
     pre = torch.full((copies,), -1.0)
     pre[_layer_of(name, config) % copies] = 1.0
-    comb = torch.full((copies, copies), -1.0) + 2.0 * torch.eye(copies)
-    return torch.cat([pre, torch.zeros(copies), comb.flatten()]) + 0.5 * noise
+    comb = torch.full((copies, copies), -3.0) + 6.0 * torch.eye(copies)
+    base = torch.cat([pre, torch.zeros(copies), comb.flatten()])
+    spread = torch.full_like(base, 0.5)
+    spread[copies : 2 * copies] = 1.5
+    return base + spread * noise
 
 
 def _scaled(config: ModelConfig, name: str, noise: torch.Tensor, hc_scale: float) -> torch.Tensor:
