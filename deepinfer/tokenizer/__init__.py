@@ -1,0 +1,1 @@
+"""Text and token ids: the tokenizer of a checkpoint and the vocabulary classes Engram hashes."""

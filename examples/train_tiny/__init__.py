@@ -1,0 +1,1 @@
+"""The recipe of the embedded checkpoint: data, training phases, evaluation and export."""
