@@ -42,10 +42,20 @@ NOUNS = (
     "anchor apple arrow badge barrel basket beacon bell bird blanket boat bottle branch bridge "
     "brush bucket button cabin camera candle canyon carpet castle cedar chain chair cherry circle "
     "clock cloud comet copper coral cotton crown desert diamond dragon drum eagle engine falcon "
-    "feather fence field flame flower forest fountain garden gate glass hammer harbor helmet hill "
+    "feather field flame flower forest fountain garden gate glass hammer harbor hill "
     "horse island jacket kettle key ladder lake lamp lantern leaf lemon lion marble meadow mirror "
     "mountain needle ocean olive paper pencil piano pillow planet pocket river rocket saddle "
     "shadow shield ship spoon stone table tiger tower train tunnel valley violin wagon window"
+).split()
+# Adjectives that are one token behind a space, as all nouns are: a key is then two tokens almost
+# everywhere, which a small model finds again more surely. The others keep keys varied.
+PLAIN_ADJECTIVES = (
+    "actual available bad binary blank broad broken clean close complete complex constant current "
+    "custom deep default different direct easy empty equal even exact expected explicit extra fast "
+    "final first flat free frozen full hard higher idle initial invalid large last left light "
+    "little local long main missing named new next normal old only open optional original other "
+    "plain possible present previous proper quiet random raw real red right round same second "
+    "short single small special specific standard strict top valid zero"
 ).split()
 WORDS = tuple(sorted(set(ADJECTIVES) | set(NOUNS)))
 
@@ -102,10 +112,13 @@ class Material:
 # --- keys and values ------------------------------------------------------------------------
 
 
-def keys(rng: random.Random, n: int) -> list[str]:
-    """`n` different keys, adjective + noun."""
-    chosen = rng.sample(range(len(ADJECTIVES) * len(NOUNS)), n)
-    return [f"{ADJECTIVES[i // len(NOUNS)]} {NOUNS[i % len(NOUNS)]}" for i in chosen]
+def keys(rng: random.Random, n: int, plain: bool | None = None) -> list[str]:
+    """`n` different keys, adjective + noun; from the plain adjectives, usually, if not stated."""
+    if plain is None:
+        plain = rng.random() < 0.85
+    words = PLAIN_ADJECTIVES if plain else ADJECTIVES
+    chosen = rng.sample(range(len(words) * len(NOUNS)), n)
+    return [f"{words[i // len(NOUNS)]} {NOUNS[i % len(NOUNS)]}" for i in chosen]
 
 
 def value(rng: random.Random) -> str:
@@ -700,7 +713,7 @@ def _finish(
 
 def _needle_question(rng: random.Random, material: Material, distance: int) -> Question:
     encode = material.vocabulary.encode
-    (key, other, third), val = keys(rng, 3), value(rng)
+    (key, other, third), val = keys(rng, 3, plain=True), value(rng)
     ask = "\n\n" + question(rng, key)
     before = material.code(rng, rng.randrange(20, 90)).tolist()
     fact = encode(f"\n# {key} = {val}")
@@ -716,7 +729,7 @@ def _needle_question(rng: random.Random, material: Material, distance: int) -> Q
 def _table_question(rng: random.Random, material: Material, distance: int) -> Question:
     encode = material.vocabulary.encode
     layout = rng.randrange(3)
-    names = keys(rng, min(9000, distance // 8 + 40))
+    names = keys(rng, distance // 8 + 40, plain=True)
     pairs = [(k, value(rng)) for k in names]
     at = rng.randrange(0, 7)
     key, val = pairs[at]
@@ -745,7 +758,7 @@ def _table_question(rng: random.Random, material: Material, distance: int) -> Qu
 
 
 def _talk_question(rng: random.Random, material: Material, distance: int) -> Question:
-    names = keys(rng, max(8, distance // 30 + 8))
+    names = keys(rng, max(8, distance // 30 + 8), plain=True)
     messages: list[Message] = []
     for k in names[: rng.randrange(0, 4)]:
         messages += _remember(k, value(rng))

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,7 +59,7 @@ def pack(work: Path, part_tokens: int = 9_000_000) -> list[Path]:
         for k in range(parts):
             target = folder / f"{name}.{k:02d}.xz"
             jobs.append((work / f"{name}.bin", target, bounds[k], bounds[k + 1]))
-    with ProcessPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # lzma releases the interpreter lock
         return list(pool.map(_pack_part, *zip(*jobs, strict=True)))
 
 
@@ -73,7 +73,7 @@ def _unpack_part(source: Path) -> bytes:
     return lzma.decompress(source.read_bytes())
 
 
-def unpack(work: Path = WORK, processes: int | None = None) -> None:
+def unpack(work: Path = WORK) -> None:
     """Writes the missing `NAME.bin` streams from `packed/`, on all cores; atomic per stream."""
     missing = [n for n in STREAMS if not (work / f"{n}.bin").exists()]
     if not missing:
@@ -81,10 +81,10 @@ def unpack(work: Path = WORK, processes: int | None = None) -> None:
     parts = [p for n in missing for p in sorted((work / "packed").glob(f"{n}.*.xz"))]
     if not parts:
         raise FileNotFoundError(f"{work}/packed has no streams; run prepare.py")
-    with ProcessPoolExecutor(processes or os.cpu_count()) as pool:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
         data = dict(zip(parts, pool.map(_unpack_part, parts), strict=True))
     for name in missing:
-        partial = work / f"{name}.bin.partial"
+        partial = work / f"{name}.bin.{os.getpid()}"  # ranks may race; each rename is whole
         partial.write_bytes(b"".join(data[p] for p in parts if p.name.startswith(name + ".")))
         partial.rename(work / f"{name}.bin")
 
@@ -296,7 +296,6 @@ def _serve(job: dict) -> None:
     factory = RowFactory(job["length"], job["mix"], Path(job["work"]))
     step = job["first"]
     out = sys.stdout.buffer
-    # Two finished batches may wait: one in this queue of one, one blocked in the pipe.
     try:
         while True:
             ids, codes = _batch(factory, job["batch"], job["seed"], job["rank"], step)

@@ -112,9 +112,7 @@ def test_code_windows_and_needles_keep_the_tokenization(material):
 def test_rows_fill_their_length_and_weigh_answers(material, make, length):
     rng = random.Random(11)
     for _ in range(3):
-        ids, codes = exercises.encode_segments(
-            material.vocabulary, make(rng, material, length)
-        )
+        ids, codes = exercises.encode_segments(material.vocabulary, make(rng, material, length))
         assert len(ids) == len(codes) >= length
         assert ids[0] == BOS and 0.005 < codes.count(ANSWER) / len(codes) < 0.95
         for i, token in enumerate(ids):
