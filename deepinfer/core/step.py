@@ -5,7 +5,13 @@ rows need logits. It knows no tensor, no weight and no sampling parameter, so bo
 tested alone; nothing here may import torch.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from deepinfer.core.request import Completion, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,3 +53,20 @@ class StepPlan:
     @property
     def logit_rows(self) -> int:
         return sum(chunk.logits for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """What a step added to one answer, as a stream delivers it.
+
+    token_ids: new ids, in order; text: what they make certain (it may lag behind the ids, and the
+    texts of an answer join to its result's text); logprobs: one per id if asked for. result: set
+    in the last delta of the answer, which may be without ids.
+    """
+
+    index: int
+    sample: int
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    result: Completion | None = None

@@ -1,0 +1,202 @@
+"""From settings to the parts of an engine: checkpoint, back ends, pool sizes, runner, tokenizer.
+
+Settings come in, `Parts` go out; everything that can be refused is refused before a weight is
+read. It must not know requests or the loop that will use the parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from deepinfer.core.step import StepPlan
+from deepinfer.errors import CapacityError, CheckpointError
+from deepinfer.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import torch
+
+    from deepinfer.checkpoint.layout import Checkpoint
+    from deepinfer.model.config import ModelConfig
+    from deepinfer.settings import Settings
+
+EMBEDDED = Path(__file__).parents[1] / "embedded"
+_DEVICES = {"nvidia": "cuda", "ascend": "npu", "cpu": "cpu"}
+_SHARE = 4  # the state of requests may fill one part in so many of the free memory
+
+
+class Runs(Protocol):
+    """What the engine needs of a runner: `engine.runner.Runner`, or a scripted one in tests."""
+
+    def forward(self, plan: StepPlan) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Capacities: slots, pages of page_tokens tokens, longest sequence, rows of a step."""
+
+    slots: int
+    pages: int
+    page_tokens: int
+    max_model_len: int
+    max_rows: int
+    chunk: int
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Everything the loop works with. `tokenizer` None: the checkpoint takes token ids only."""
+
+    runner: Runs
+    tokenizer: Tokenizer | None
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    sizes: Sizes
+    batch_invariant: bool = False
+    settings: Mapping[str, object] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+
+def embedded_model() -> Path:
+    """The folder of the trained checkpoint inside the package."""
+    found = sorted(EMBEDDED.glob("**/config.json"))
+    if not found:
+        raise CheckpointError(
+            "embedded-missing",
+            "this installation has no embedded model",
+            hint="deepinfer run -m path/to/DeepSeek-V4.1-Flash-1017 …",
+        )
+    return found[0].parent
+
+
+def assemble(settings: Settings) -> Parts:
+    """Open, check, size, load. Raises CheckpointError, UsageError, CapacityError and
+    EnvironmentProblem, each before the weights are read where that is possible."""
+    from deepinfer.checkpoint.layout import open_checkpoint
+    from deepinfer.checkpoint.load import load_weights
+    from deepinfer.device import detect
+    from deepinfer.engine.runner import Runner
+    from deepinfer.ops import registry
+    from deepinfer.settings import for_device, for_model
+
+    folder = settings.model_dir or embedded_model()
+    origin = settings.origin("model_dir") if settings.model_dir else ""
+    checkpoint = open_checkpoint(folder, origin)
+    settings = for_model(settings, checkpoint.config)
+    accelerator = detect.pick(settings.accelerator, settings.origin("accelerator"))
+    settings = for_device(settings, accelerator)
+    device = _DEVICES[accelerator]
+    ops = registry.build(device, [f"{op}={name}" for op, name in settings.backend.items()])
+    config = _with_dtype(checkpoint.config, settings.dtype)
+    tokenizer = None
+    if checkpoint.tokenizer_file:
+        tokenizer = Tokenizer(checkpoint.tokenizer_file, config.bos_token_id)
+    token_map = _token_map(checkpoint)
+    free = _free_bytes(device) - checkpoint.weight_bytes
+    sizes, warnings = plan_sizes(settings, config, free)
+    weights = load_weights(checkpoint, device, draft=False)
+    runner = Runner(
+        config,
+        weights,
+        ops,
+        slots=sizes.slots,
+        pages=sizes.pages,
+        page_tokens=sizes.page_tokens,
+        device=device,
+        token_map=token_map,
+    )
+    return Parts(
+        runner=runner,
+        tokenizer=tokenizer,
+        vocab_size=config.vocab_size,
+        eos_ids=(config.eos_token_id,),
+        sizes=sizes,
+        batch_invariant=settings.batch_invariant,
+        settings=settings.as_json(),
+        warnings=(*settings.warnings, *weights.report.warnings, *warnings),
+    )
+
+
+def plan_sizes(settings: Settings, config: ModelConfig, free: int) -> tuple[Sizes, tuple[str, ...]]:
+    """How many requests and tokens to hold, `free` bytes given after the weights; and warnings.
+
+    What was asked for is kept or refused (CapacityError kv-too-small). What was not is cut to a
+    quarter of the free memory: requests at most half of that, tokens the rest.
+    """
+    from deepinfer.kvcache.pools import bytes_per_slot, bytes_per_token
+
+    page = settings.page_tokens
+    budget = max(free, 0) // _SHARE
+    slot_bytes, page_bytes = bytes_per_slot(config), bytes_per_token(config) * page
+    slots = max(min(settings.max_num_seqs, budget // 2 // max(slot_bytes, 1)), 1)
+    warnings = []
+    if slots < settings.max_num_seqs and settings.values["max_num_seqs"].chosen:
+        warnings.append(
+            f"{settings.origin('max_num_seqs')} {settings.max_num_seqs}: memory for {slots} "
+            "requests at once, others wait"
+        )
+    fit = int(max((budget - slots * slot_bytes) // page_bytes, 0)) if page_bytes else 1 << 40
+    length = settings.max_model_len or config.max_position_embeddings
+    if settings.kv_cache_tokens is not None:
+        pages = settings.kv_cache_tokens // page
+        most = int((max(free, 0) - slots * slot_bytes) // page_bytes) if page_bytes else pages
+        if pages < 1 or pages > most:
+            raise _does_not_fit(
+                settings.kv_cache_tokens, most * page, free, page_bytes / page, "--kv-cache-tokens"
+            )
+    else:
+        pages = min(slots * -(-length // page), fit)
+        if settings.max_model_len is not None and pages * page < length:
+            raise _does_not_fit(length, pages * page, free, page_bytes / page, "--max-model-len")
+        if pages < 1:
+            raise _does_not_fit(page, 0, free, page_bytes / page, "--page-tokens")
+        length = min(length, pages * page)
+    sizes = Sizes(
+        slots, pages, page, length, settings.max_num_batched_tokens, settings.prefill_chunk
+    )
+    return sizes, tuple(warnings)
+
+
+def _does_not_fit(tokens: int, fit: int, free: int, token_bytes: float, flag: str) -> CapacityError:
+    return CapacityError(
+        "kv-too-small",
+        f"{tokens:,} tokens do not fit",
+        [
+            f"free after weights {max(free, 0) / 2**30:.1f} GiB; "
+            f"one token needs {token_bytes / 2**10:.2f} KiB; {max(fit, 0):,} fit"
+        ],
+        f"{flag} {max(fit, 1)}",
+    )
+
+
+def _with_dtype(config: ModelConfig, dtype: str | None) -> ModelConfig:
+    names = {None: config.dtype, "bf16": "bfloat16", "fp32": "float32"}
+    return replace(config, dtype=names[dtype])
+
+
+def _token_map(checkpoint: Checkpoint) -> tuple[int, ...] | None:
+    """Mapped ids for Engram: the folder's own file wins over the tokenizer's classes."""
+    from deepinfer.checkpoint.layout import read_token_map
+    from deepinfer.tokenizer.token_map import compute_token_map
+
+    if not checkpoint.config.engram_layer_ids:
+        return None
+    if checkpoint.token_map_file:
+        return read_token_map(checkpoint.token_map_file, checkpoint.config)
+    if checkpoint.tokenizer_file:
+        text = checkpoint.tokenizer_file.read_text(encoding="utf-8")
+        return tuple(compute_token_map(text)[0])
+    return None
+
+
+def _free_bytes(device: str) -> int:
+    from deepinfer.device import detect
+
+    if device != "cpu":
+        import torch
+
+        return getattr(torch, device).mem_get_info()[0]
+    free = detect.find(query=False).cpu.free_bytes
+    return free if free is not None else 4 << 30  # a system that does not tell: a modest guess
