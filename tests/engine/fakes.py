@@ -149,5 +149,5 @@ def idle(llm: LLM) -> bool:
         and policy.slots_in_use == 0
         and not policy.running
         and not policy.waiting
-        and not llm._lives
+        and not llm._running
     )

@@ -1,0 +1,162 @@
+"""One answer in the making: tokens, text, log-probabilities and times, and when it is complete.
+
+Chosen tokens come in one by one, stream deltas and at last the completion go out. It must not know
+steps, memory or its neighbours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from deepinfer.core.request import (
+    Completion,
+    FinishReason,
+    Problem,
+    Timing,
+    TokenLogprob,
+    Usage,
+)
+from deepinfer.core.sequence import Sequence as Generation
+from deepinfer.core.step import Chunk, TokenDelta
+from deepinfer.engine.assembly import Parts
+from deepinfer.errors import DeepinferError
+from deepinfer.sampling.logits import Row
+from deepinfer.tokenizer.tokenizer import StopText
+
+
+@dataclass(slots=True, eq=False)
+class Answer:
+    """State of one request from submission to result.
+
+    highest: tokens that were in memory at some time; recomputed: rows run again below that.
+    keep_rows: collect the logits of every row in `kept`. Times are clock readings in seconds.
+    """
+
+    sequence: Generation
+    parts: Parts
+    submitted: float
+    keep_rows: bool = False
+    text: StopText = field(init=False)
+    pieces: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
+    kept: list[torch.Tensor] = field(default_factory=list)
+    scheduled: float | None = None
+    first: float | None = None
+    highest: int = 0
+    recomputed: int = 0
+    result: Completion | None = None
+
+    def __post_init__(self) -> None:
+        self.text = StopText(self.parts.tokenizer, self.sequence.request.params.stop)
+
+    @property
+    def wants_prompt(self) -> bool:
+        """Are log-probabilities of prompt tokens still missing?"""
+        asked = self.sequence.request.params.prompt_logprobs is not None
+        return asked and len(self.prompt_logprobs) < self.sequence.prompt_tokens
+
+    @property
+    def wants_all_rows(self) -> bool:
+        return self.keep_rows or self.wants_prompt
+
+    @property
+    def wants_nothing(self) -> bool:
+        """No token and no row: complete before it began."""
+        return self.sequence.request.max_new == 0 and not self.wants_all_rows
+
+    def ran(self, chunk: Chunk, rows: torch.Tensor) -> None:
+        """Count the rows of a chunk that ran; `rows` are its logits [chunk.logits, vocab]."""
+        self.recomputed += min(chunk.end, self.highest) - min(chunk.start, self.highest)
+        self.highest = max(self.highest, chunk.end)
+        if self.keep_rows:
+            if chunk.start == 0:
+                self.kept.clear()
+            self.kept.append(rows.to("cpu", torch.float32))
+
+    def row(self) -> Row:
+        """What the sampler must know to choose the next token."""
+        sequence, request = self.sequence, self.sequence.request
+        params = request.params
+        forbidden: tuple[int, ...] = ()
+        if sequence.generated < params.min_tokens:
+            forbidden = params.stop_token_ids
+            if not params.ignore_eos:
+                forbidden += self.parts.eos_ids
+        return Row(
+            params=params,
+            seed=request.seed,
+            position=len(sequence.tokens),
+            forbidden=forbidden,
+            seen=request.prompt_ids if params.repetition_penalty != 1 else (),
+            counts=sequence.counts,
+        )
+
+    def take(
+        self, token: int, logprob: TokenLogprob | None, now: float
+    ) -> tuple[str, FinishReason | None]:
+        """Append a token. The text it makes certain, and the reason if it is the last one."""
+        sequence, params = self.sequence, self.sequence.request.params
+        sequence.append(token)
+        if self.first is None:
+            self.first = now
+        if logprob is not None:
+            self.logprobs.append(logprob)
+        ends = not params.ignore_eos and token in self.parts.eos_ids
+        if ends or token in params.stop_token_ids:
+            return "", FinishReason.STOP
+        text = self.text.push(token, may_stop=sequence.generated >= params.min_tokens)
+        self.pieces.append(text)
+        if self.text.stopped:
+            return text, FinishReason.STOP
+        if sequence.generated == sequence.request.max_new:
+            return text, FinishReason.LENGTH
+        return text, None
+
+    def finish(self, reason: FinishReason, now: float, problem: DeepinferError | None) -> str:
+        """Make the result; returns the text that was still held back."""
+        text = self.text.finish()
+        self.pieces.append(text)
+        sequence, request = self.sequence, self.sequence.request
+        params = request.params
+        self.result = Completion(
+            index=request.index,
+            sample=request.sample,
+            text="".join(self.pieces),
+            token_ids=tuple(sequence.tokens[sequence.prompt_tokens :]),
+            finish_reason=reason,
+            usage=Usage(
+                prompt_tokens=sequence.prompt_tokens,
+                computed_tokens=min(self.highest, sequence.prompt_tokens),
+                completion_tokens=sequence.generated,
+                recomputed_tokens=self.recomputed,
+            ),
+            timing_ms=Timing(
+                self._since(self.scheduled), self._since(self.first), self._since(now)
+            ),
+            seed=request.seed,
+            batch_invariant=self.parts.batch_invariant,
+            settings=self.parts.settings,
+            logprobs=None if params.logprobs is None else tuple(self.logprobs),
+            prompt_logprobs=(
+                None if params.prompt_logprobs is None else tuple(self.prompt_logprobs)
+            ),
+            error=Problem.of(problem) if problem else None,
+        )
+        return text
+
+    def delta(
+        self, ids: tuple[int, ...] = (), text: str = "", logprob: TokenLogprob | None = None
+    ) -> TokenDelta:
+        """The next stream event; it carries the result once there is one."""
+        request = self.sequence.request
+        logprobs = None
+        if request.params.logprobs is not None:
+            logprobs = () if logprob is None else (logprob,)
+        return TokenDelta(request.index, request.sample, ids, text, logprobs, self.result)
+
+    def _since(self, moment: float | None) -> float | None:
+        """Milliseconds from submission to `moment`."""
+        return None if moment is None else (moment - self.submitted) * 1e3
