@@ -260,3 +260,13 @@ def collect(work: Path = WORK) -> dict[str, object]:
     (work / "corpus.json").write_text(json.dumps(counts, indent=1), encoding="utf-8")
     PACKAGES_FILE.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
     return counts
+
+
+def packages_table() -> str:
+    """The packages of `packages.json` as a Markdown table: name, version, licence, files, size."""
+    lines = ["| package | version | licence | files | MB |", "|---|---|---|---|---|"]
+    for p in json.loads(PACKAGES_FILE.read_text()):
+        size = f"{p['bytes'] / 1e6:.1f}"
+        cells = (p["name"], p["version"], p["licence"], str(p["files"]), size)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"

@@ -303,3 +303,8 @@ def test_special_tokens_are_the_official_ones():
     names += " Ref RefEnd Box BoxEnd Point PointEnd Polygon PolygonEnd"
     official = [getattr(kind, n).default_str() for n in names.split()]
     assert [s for i, s in enumerate(SPECIALS) if i != 2] == official
+
+
+def test_readme_lists_the_packages():
+    readme = Path(exercises.__file__).with_name("README.md").read_text(encoding="utf-8")
+    assert corpus.packages_table() in readme
