@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WORK = Path(__file__).parent / "work"
 STREAMS = ("library", "packages", "heldout")
 MIX = (5 / 32, 15 / 32, 12 / 32)  # library, packages, exercises
-_XZ = [{"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": 64 << 20, "lc": 0, "lp": 1, "pb": 1}]
+_XZ = [{"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": 32 << 20, "lc": 0, "lp": 1, "pb": 1}]
 
 
 # --- on disk --------------------------------------------------------------------------------
