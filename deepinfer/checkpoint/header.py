@@ -106,7 +106,7 @@ def _entry(path: Path, name: str, value: object) -> tuple[str, tuple[int, ...], 
     if not isinstance(value, Mapping):
         raise _fault(path, f"the header entry of {name} is not an object")
     dtype, shape, offsets = (value.get(k) for k in ("dtype", "shape", "data_offsets"))
-    if dtype not in BITS:
+    if not isinstance(dtype, str) or dtype not in BITS:
         raise _fault(path, f"{name} has the unknown type {dtype!r}")
 
     def sizes(values: object) -> bool:

@@ -67,7 +67,7 @@ def scale_bytes(values: torch.Tensor, name: str = "scale") -> torch.Tensor:
     A float32 scale filled from byte 120 holds 0.0078125 and comes back as 120. Raises
     `CheckpointError` (`checkpoint-scale-invalid`) for a value that is no power of two in range.
     """
-    flat = values.contiguous().view(-1)
+    flat = values.float().contiguous().view(-1)
     bits = flat.view(torch.int32)
     exponent, fraction = bits >> 23, bits & 0x7FFFFF
     # 2^-127 is subnormal in float32: exponent field 0, highest fraction bit set; it is byte 0.
