@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from difflib import get_close_matches
 
 from deepinfer.settings import kinds
 from deepinfer.settings.kinds import Kind
@@ -270,6 +269,9 @@ def find(key: str) -> Setting | None:
 
 def nearest(key: str, variables: bool = False) -> list[str]:
     """Up to three known names that look like `key`, best first."""
+    # Only a typo needs it, and every command imports this file.
+    from difflib import get_close_matches
+
     if not variables:
         pool = [s.attribute for s in SETTINGS if s.used]
         return get_close_matches(key.lower().lstrip("-").replace("-", "_"), pool, n=3, cutoff=0.6)

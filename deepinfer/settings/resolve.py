@@ -8,7 +8,6 @@ means to the engine; rules across settings live in `settings/rules.py`.
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -167,6 +166,8 @@ def _file_path(chosen: object, environ: Mapping[str, str]) -> Path | None:
 
 
 def _read_file(path: Path) -> dict[str, object]:
+    import tomllib
+
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as problem:

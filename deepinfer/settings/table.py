@@ -16,7 +16,7 @@ END = "<!-- end of settings -->"
 
 def markdown() -> str:
     """The table, one row per setting, and one sentence with the names that are only recognised."""
-    lines = ["| flag | variable or file key | default | meaning |", "|---|---|---|---|"]
+    lines = ["| flag | variable or file key | type | default | meaning |", "|---|---|---|---|---|"]
     lines += [_row(setting) for setting in SETTINGS if setting.used]
     unused = ", ".join(
         f"`{(s.variable or '').removeprefix(PREFIX)}`" for s in SETTINGS if not s.used
@@ -29,6 +29,6 @@ def _row(setting: Setting) -> str:
     flag = f"`{setting.flag}`" if setting.flag else ""
     if setting.kind.name == "switch" and setting.flag and setting.attribute != "no_progress":
         flag += f", `--no-{setting.flag[2:]}`"
-    later = " (checked, not used in this version)" if setting.note else ""
-    doc = setting.doc.replace("|", "\\|") + f" [{setting.kind.name}]" + later
-    return f"| {flag} | `{setting.key}` | {setting.default_text} | {doc} |"
+    doc = setting.doc + (" (checked, not used in this version)" if setting.note else "")
+    cells = (flag, f"`{setting.key}`", setting.kind.name, setting.default_text, doc)
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

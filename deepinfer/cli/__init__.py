@@ -1,0 +1,1 @@
+"""The `deepinfer` command: parse, call, print. Nothing heavy is imported before a command runs."""

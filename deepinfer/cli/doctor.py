@@ -1,0 +1,150 @@
+"""`deepinfer doctor`: is this machine able to run, and if not, which command helps.
+
+Comes in: parsed options. Goes out: one row per check, settings with their sources, operations with
+their back ends, or a bundle for an issue. Checks live in `cli/checks.py`; here they are printed.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from deepinfer.cli.options import SWITCH, Chosen, Color, HelpAll, Json, Quiet, with_settings
+from deepinfer.cli.output import Output
+from deepinfer.errors import DeepinferError, ExitCode, UsageError
+from deepinfer.settings import Settings, registry, resolve
+
+__all__ = ["EXAMPLES", "NAME", "command"]
+
+NAME = "doctor"
+EXAMPLES = """Examples:
+
+- `deepinfer doctor`
+- `deepinfer doctor -m path/to/checkpoint --json`
+- `deepinfer doctor --settings`
+"""
+_DEVICE_TYPE = {"nvidia": "cuda", "ascend": "npu", "cpu": "cpu"}
+_FAILURE = {"environment": ExitCode.ENVIRONMENT, "checkpoint": ExitCode.CHECKPOINT}
+
+
+@with_settings("model_dir", "accelerator", "log_level", "config")
+def command(
+    show_settings: Annotated[
+        bool,
+        typer.Option(
+            "--settings",
+            metavar=SWITCH,
+            rich_help_panel="Output",
+            help="Every setting and its source.",
+        ),
+    ] = False,
+    show_ops: Annotated[
+        bool,
+        typer.Option(
+            "--ops",
+            metavar=SWITCH,
+            rich_help_panel="Output",
+            help="Every operation and its back end.",
+        ),
+    ] = False,
+    bundle: Annotated[
+        str | None,
+        typer.Option(
+            "--bundle",
+            metavar="FILE",
+            rich_help_panel="Output",
+            help="Write a report for an issue, without paths and secrets.",
+        ),
+    ] = None,
+    json_mode: Json = False,
+    quiet: Quiet = False,
+    color: Color = "auto",
+    help_all: HelpAll = False,
+    *,
+    chosen: Chosen,
+) -> int:
+    """Check this machine, the installation and a checkpoint."""
+    from deepinfer.cli import checks
+    from deepinfer.device.detect import find
+    from deepinfer.report.records import document
+
+    if json_mode and quiet:
+        raise UsageError("bad-usage", "--json cannot be used with -q", hint="leave one out")
+    environ = registry.environment()
+    output = Output(json_mode=json_mode, quiet=quiet, color=color, environ=environ)
+    settings = resolve(chosen, environ, source="flag")
+    rows = checks.run_all(settings, environ)
+    head = document("deepinfer.doctor/1", sys.argv[1:], settings.as_json(), find())
+    report: dict[str, Any] = {**head, "checks": [row.as_json() for row in rows]}
+    if show_ops or json_mode or bundle:
+        report["ops"] = operations(settings)
+    if bundle is not None:
+        checks.write_bundle(Path(bundle), report)
+        output.say(f"wrote {bundle}; read it before you share it")
+    if json_mode:
+        output.document(report)
+    elif quiet:
+        output.data(checks.verdict(rows))
+    else:
+        _print(output, settings, rows, report, show_settings, show_ops)
+    failed = next((row for row in rows if row.verdict == "fail"), None)
+    return int(_FAILURE[failed.area]) if failed else int(ExitCode.DONE)
+
+
+def _print(
+    output: Output, settings: Settings, rows: list[Any], report: dict[str, Any],
+    show_settings: bool, show_ops: bool,
+) -> None:  # fmt: skip
+    if show_settings:
+        output.table(
+            ("setting", "value", "source", "from"),
+            [
+                (key, _shown(entry["value"]), entry["source"], entry["origin"])
+                for key, entry in report["settings"].items()
+            ],
+            "Settings",
+        )
+        for line in settings.warnings:
+            output.warn(line)
+    if show_ops:
+        output.table(
+            ("operation", "back end", "available", "why"),
+            [(o["op"], o["backend"], ", ".join(o["available"]), o["why"]) for o in report["ops"]],
+            "Operations",
+        )
+    if not show_settings and not show_ops:
+        output.table(
+            ("check", "verdict", "found", "help"),
+            [(row.name, row.verdict, row.found, row.hint) for row in rows],
+            "Checks",
+        )
+    else:
+        for row in rows:
+            if row.verdict == "fail":
+                output.warn(f"{row.name}: {row.found}; {row.hint}")
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "" if value is None or value == {} else str(value)
+
+
+def operations(settings: Settings) -> list[dict[str, Any]]:
+    """Operation, chosen back end, those available, why; empty where torch is missing."""
+    try:
+        from deepinfer.device.detect import pick
+        from deepinfer.ops.registry import explain
+
+        device_type = _DEVICE_TYPE[pick(settings.accelerator, settings.origin("accelerator"))]
+        overrides = [f"{op}={name}" for op, name in settings.backend.items()]
+        choices = explain(device_type, overrides)
+    except (ImportError, DeepinferError, OSError):
+        return []
+    return [
+        {"op": c.op, "backend": c.backend, "available": list(c.available), "why": c.why}
+        for c in choices
+    ]

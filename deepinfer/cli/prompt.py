@@ -1,0 +1,90 @@
+"""Where a prompt comes from: argument, -p, -f or piped stdin, exactly one of them.
+
+Comes in: what the user gave and stdin. Goes out: the text, unchanged, or a `UsageError`. It must
+not know models or chat roles; a text prompt is continued as it stands.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import stat
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from deepinfer.errors import UsageError
+
+__all__ = ["read_prompt"]
+
+_WAIT_S = 1.0
+
+
+def read_prompt(
+    argument: str | None, option: str | None, file: str | None, say: Callable[[str], None]
+) -> str:
+    """The prompt text; piped stdin is appended below a positional prompt."""
+    given = {"argument": argument, "-p": option, "-f": file}
+    named = [name for name, value in given.items() if value is not None]
+    if len(named) > 1:
+        raise UsageError(
+            "prompt-source", f"the prompt was given twice ({named[0]} and {named[1]})",
+            hint="deepinfer run --help",
+        )  # fmt: skip
+    if option is not None:
+        return option
+    if file is not None and file != "-":
+        return _read_file(file)
+    piped = argument == "-" or file == "-" or _is_piped()
+    below = _read_stdin(say if argument not in (None, "-") else None) if piped else ""
+    if argument is not None and argument != "-":
+        return f"{argument}\n{below}" if below else argument
+    if not below:
+        where = "stdin is empty" if piped else "stdin is a terminal"
+        if not piped and not _is_terminal():
+            where = "nothing was piped in"
+        raise UsageError(
+            "prompt-source", f"nothing to do: no prompt, and {where}",
+            hint='deepinfer run "Hello", or pipe text in',
+        )  # fmt: skip
+    return below
+
+
+def _is_terminal() -> bool:
+    return sys.stdin is not None and sys.stdin.isatty()
+
+
+def _is_piped() -> bool:
+    """True for a pipe, a socket or a file; False for a terminal, /dev/null or no stdin at all."""
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (AttributeError, OSError, ValueError):
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)
+
+
+def _read_stdin(say: Callable[[str], None] | None) -> str:
+    if say is not None and not select.select([sys.stdin.fileno()], [], [], _WAIT_S)[0]:
+        # A pipe that nobody writes to would otherwise look like a hanging model.
+        say("reading stdin, to put it below the prompt; -p TEXT does not read stdin")
+    return _decoded(sys.stdin.buffer.read(), "stdin")
+
+
+def _read_file(name: str) -> str:
+    try:
+        return _decoded(Path(name).read_bytes(), name)
+    except OSError as problem:
+        raise UsageError(
+            "prompt-file", f"{name} cannot be read", [problem.strerror or str(problem), "from -f"],
+            hint="-f FILE, or -f - for stdin",
+        ) from None  # fmt: skip
+
+
+def _decoded(data: bytes, name: str) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as bad:
+        raise UsageError(
+            "prompt-not-text", f"{name} is not UTF-8 text", [f"byte {bad.start}: {bad.reason}"],
+            hint=f"iconv -t utf-8 {name}",
+        ) from None  # fmt: skip

@@ -1,0 +1,1 @@
+"""Records of runs and what is drawn from them. Works without torch."""
