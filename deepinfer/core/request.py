@@ -54,6 +54,8 @@ def _whole(field: str, got: object, low: int, high: int | None = None) -> int:
 def _real(field: str, got: object, low: float, high: float, *, low_open: bool = False) -> float:
     """`got` as float if it is finite and in [low, high] (or (low, high]), else UsageError."""
     accepted = f"a number {'>' if low_open else '>='} {low:g}"
+    if low == -math.inf:
+        accepted = "a finite number"
     if high != math.inf:
         accepted += f" and <= {high:g}"
     if isinstance(got, bool):

@@ -1,0 +1,159 @@
+"""The scheduler, without a model: each step's plan is executed by counting."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepinfer.core.request import Request, SamplingParams
+from deepinfer.core.sequence import Sequence
+from deepinfer.kvcache.blocks import BlockAllocator
+from deepinfer.scheduler.policy import Policy
+
+
+class Bench:
+    """A policy and the loop around it: token 7 is what everybody says."""
+
+    def __init__(self, pages=64, page_tokens=4, slots=8, max_rows=32, chunk=32):
+        self.policy = Policy(
+            BlockAllocator(pages, page_tokens), slots=slots, max_rows=max_rows, chunk=chunk
+        )
+        self.order = itertools.count()
+        self.steps = []
+        self.done = []
+
+    def add(self, prompt: int, new: int) -> Sequence:
+        params = SamplingParams(max_tokens=new)
+        request = Request(0, 0, tuple(range(prompt)), params, seed=0, max_new=new)
+        sequence = Sequence(request, next(self.order))
+        assert self.policy.fits(request.need)
+        self.policy.add(sequence)
+        return sequence
+
+    def step(self):
+        step = self.policy.next_step()
+        if step is None:
+            return None
+        self.check(step)
+        self.steps.append(step)
+        for chunk, sequence in zip(step.plan.chunks, step.sequences, strict=True):
+            sequence.computed = chunk.end
+            if chunk.logits:
+                sequence.append(7)
+            if sequence.generated == sequence.request.max_new:
+                self.policy.remove(sequence)
+                self.done.append(sequence)
+        return step
+
+    def run(self, limit=10_000):
+        for _ in range(limit):
+            if self.step() is None:
+                return self
+        pytest.fail("the schedule does not end")
+
+    def check(self, step):
+        policy = self.policy
+        assert 0 < step.plan.rows <= policy.max_rows
+        pages = [page for chunk in step.plan.chunks for page in chunk.pages]
+        assert len(pages) == len(set(pages))
+        assert len({chunk.slot for chunk in step.plan.chunks}) == len(step.plan.chunks)
+        for chunk, sequence in zip(step.plan.chunks, step.sequences, strict=True):
+            assert chunk.start == sequence.computed
+            assert list(chunk.token_ids) == sequence.tokens[chunk.start : chunk.end]
+            assert len(chunk.token_ids) <= policy.chunk
+            assert len(chunk.pages) == policy.blocks.pages_for(chunk.end)
+            assert chunk.logits == (chunk.end == len(sequence.tokens))
+
+    @property
+    def idle(self):
+        policy = self.policy
+        return policy.blocks.free == policy.blocks.total and policy.slots_in_use == 0
+
+
+def test_decoding_rows_come_first_and_never_wait():
+    """DI-33, the part without grammars: a long prompt starves nobody."""
+    bench = Bench(pages=1000, max_rows=32)
+    talkers = [bench.add(4, 200) for _ in range(2)]
+    bench.step()
+    bench.add(2000, 1)
+    shorts = [bench.add(8, 3) for _ in range(5)]
+    while any(sequence not in bench.done for sequence in shorts):
+        step = bench.step()
+        assert list(step.sequences[:2]) == talkers, "both talk in every step"
+    bench.run()
+    assert len(bench.done) == 8 and bench.idle
+    prefill = [
+        s
+        for s in bench.steps
+        if any(c.start < 2000 and len(c.token_ids) > 8 for c in s.plan.chunks)
+    ]
+    assert 60 <= len(prefill) <= 75
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 50])
+def test_chunks_respect_their_limit_and_the_budget(chunk):
+    bench = Bench(max_rows=16, chunk=chunk)
+    bench.add(50, 2)
+    bench.run()
+    sizes = [len(c.token_ids) for s in bench.steps for c in s.plan.chunks]
+    assert sum(sizes) == 51 and max(sizes) == min(chunk, 16)
+
+
+def test_no_more_run_than_rows_or_slots():
+    for slots, rows in ((3, 32), (20, 5)):
+        bench = Bench(slots=slots, max_rows=rows, chunk=rows, pages=1000)
+        for _ in range(12):
+            bench.add(6, 6)
+        while bench.step():
+            assert len(bench.policy.running) <= min(slots, rows)
+        assert len(bench.done) == 12 and bench.idle
+
+
+def test_memory_pressure_preempts_the_newest_and_everybody_finishes():
+    bench = Bench(pages=12, page_tokens=4, slots=8)
+    old, new = bench.add(16, 30), bench.add(16, 30)
+    bench.run()
+    assert old.preemptions == 0 and new.preemptions > 0
+    assert bench.done == [old, new] and bench.idle
+
+
+def test_pairs_that_fit_only_one_at_a_time():
+    """DI-31, the requests that can run."""
+    bench = Bench(pages=16, page_tokens=4)
+    for prompt in (20, 40, 40):
+        bench.add(prompt, 5)
+    bench.run()
+    prefilled = sum(
+        len(c.token_ids) for s in bench.steps for c in s.plan.chunks if len(c.token_ids) > 1
+    )
+    assert len(bench.done) == 3 and bench.idle and prefilled <= 200
+
+
+def test_removal_at_any_moment_returns_everything():
+    bench = Bench(pages=20, slots=3)
+    sequences = [bench.add(12, 8) for _ in range(5)]
+    bench.step()
+    for sequence in sequences + sequences:  # twice is harmless
+        bench.policy.remove(sequence)
+    assert bench.idle and bench.step() is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(1, 12)), min_size=1, max_size=12),
+    st.integers(13, 20),
+    st.integers(1, 6),
+    st.integers(1, 24),
+    st.integers(1, 24),
+)
+def test_every_mix_ends_with_everything_back(requests, pages, slots, max_rows, chunk):
+    bench = Bench(pages=pages, slots=slots, max_rows=max_rows, chunk=chunk)
+    for prompt, new in requests:
+        bench.add(prompt, new)
+    bench.run()
+    assert len(bench.done) == len(requests) and bench.idle
+    # bounded waste: two optimistic admissions and one that nobody can interrupt
+    assert all(sequence.preemptions <= 3 for sequence in bench.done)
