@@ -14,6 +14,7 @@ import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeGuard
 
 from deepinfer.errors import CheckpointError
 
@@ -101,6 +102,12 @@ def _header_bytes(path: Path) -> tuple[bytes, int]:
     return raw, size
 
 
+def _sizes(values: object) -> TypeGuard[list[int]]:
+    return isinstance(values, list) and all(
+        isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in values
+    )
+
+
 def _entry(path: Path, name: str, value: object) -> tuple[str, tuple[int, ...], int, int]:
     """Checks one header entry; offsets are relative to the end of the header."""
     if not isinstance(value, Mapping):
@@ -109,12 +116,7 @@ def _entry(path: Path, name: str, value: object) -> tuple[str, tuple[int, ...], 
     if not isinstance(dtype, str) or dtype not in BITS:
         raise _fault(path, f"{name} has the unknown type {dtype!r}")
 
-    def sizes(values: object) -> bool:
-        return isinstance(values, list) and all(
-            isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in values
-        )
-
-    if not sizes(shape) or not sizes(offsets) or len(offsets) != 2:
+    if not _sizes(shape) or not _sizes(offsets) or len(offsets) != 2:
         raise _fault(path, f"{name} has a malformed shape or data_offsets")
     begin, end = offsets
     bits = math.prod(shape) * BITS[dtype]

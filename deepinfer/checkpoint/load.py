@@ -86,7 +86,7 @@ def scale_bytes(values: torch.Tensor, name: str = "scale") -> torch.Tensor:
 
 def _memory(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, writable in place."""
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())
+    return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 def _read(file: int, stored: StoredTensor, name: str, into: memoryview) -> None:
@@ -204,7 +204,11 @@ def _settle_head(
     if not checkpoint.config.tie_word_embeddings:
         return
     embed, head = entries["embed.weight"], entries["head.weight"]
-    if torch.equal(embed, head):
+    if (
+        isinstance(embed, torch.Tensor)
+        and isinstance(head, torch.Tensor)
+        and torch.equal(embed, head)
+    ):
         entries["head.weight"] = embed
     else:
         warnings.append(

@@ -164,7 +164,7 @@ def _write_shards(folder: Path, config: ModelConfig, values: _Source, shards: in
 
 
 def _write_tensor(out: BinaryIO, tensor: torch.Tensor) -> None:
-    out.write(memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()))
+    out.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def _write_texts(
