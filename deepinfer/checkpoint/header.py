@@ -103,9 +103,8 @@ def _header_bytes(path: Path) -> tuple[bytes, int]:
 
 
 def _sizes(values: object) -> TypeGuard[list[int]]:
-    return isinstance(values, list) and all(
-        isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in values
-    )
+    # `type` and not `isinstance`: true and false are no sizes. Called 200,000 times at full size.
+    return isinstance(values, list) and all([type(v) is int and v >= 0 for v in values])
 
 
 def _entry(path: Path, name: str, value: object) -> tuple[str, tuple[int, ...], int, int]:

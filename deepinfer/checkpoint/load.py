@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from deepinfer.checkpoint.header import StoredTensor
+from deepinfer.checkpoint.header import StoredTensor, shown
 from deepinfer.checkpoint.layout import Checkpoint
 from deepinfer.checkpoint.match import Coverage
 from deepinfer.checkpoint.names import Parameter, parameters
@@ -24,7 +24,7 @@ from deepinfer.quant.formats import Packed
 __all__ = ["LoadReport", "Weights", "load_weights", "scale_bytes"]
 
 DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F8_E4M3": torch.float8_e4m3fn}
-READ_BYTES = 1 << 27  # one read call; the kernel refuses more than 2 GiB at once
+READ_BYTES = 1 << 26  # one read call, and the host buffer on the way to a device
 
 
 @dataclass(frozen=True)
@@ -89,15 +89,16 @@ def _memory(tensor: torch.Tensor) -> memoryview:
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 
-def _read(file: int, stored: StoredTensor, name: str, into: memoryview) -> None:
-    """Reads exactly the bytes of one tensor; a short read is an error, never zeros."""
+def _read(file: int, stored: StoredTensor, name: str, into: memoryview, offset: int = 0) -> None:
+    """Reads exactly `len(into)` bytes of one tensor; a short read is an error, never zeros."""
     at = 0
     while at < len(into):
-        got = os.preadv(file, [into[at : at + READ_BYTES]], stored.begin + at)
+        got = os.preadv(file, [into[at : at + READ_BYTES]], stored.begin + offset + at)
         if got == 0:
             raise CheckpointError(
                 "checkpoint-file-invalid",
-                f"{stored.file.name}: ended inside {name}, {at} of {len(into)} bytes could be read",
+                f"{shown(stored.file.name)}: ended inside {name},"
+                f" {offset + at} of {stored.nbytes} bytes could be read",
                 hint="the file changed after it was checked; copy it again",
             )
         at += got
@@ -156,14 +157,26 @@ def _converter(stored: StoredTensor, view: torch.Tensor, name: str) -> Callable 
 
 
 def _fill(file: int, stored: StoredTensor, view: torch.Tensor, name: str) -> None:
+    """Brings the bytes of one tensor to their destination."""
     convert = _converter(stored, view, name)
-    if convert is None and view.device.type == "cpu":
+    if convert is not None:
+        raw = torch.empty(stored.nbytes, dtype=torch.uint8)
+        _read(file, stored, name, _memory(raw))
+        view.copy_(convert(raw).view(view.shape))
+    elif view.device.type == "cpu":
         _read(file, stored, name, _memory(view))
-        return
-    raw = torch.empty(stored.nbytes, dtype=torch.uint8)
-    _read(file, stored, name, _memory(raw))
-    value = raw.view(view.dtype) if convert is None else convert(raw)
-    view.copy_(value.view(view.shape))
+    else:
+        _send(file, stored, view, name)
+
+
+def _send(file: int, stored: StoredTensor, view: torch.Tensor, name: str) -> None:
+    """Through a small host buffer onto a device: an Engram table alone may exceed host memory."""
+    target = view.view(-1).view(torch.uint8)
+    buffer = torch.empty(min(READ_BYTES, stored.nbytes), dtype=torch.uint8)
+    for at in range(0, stored.nbytes, READ_BYTES):
+        part = buffer[: stored.nbytes - at]
+        _read(file, stored, name, _memory(part), at)
+        target[at : at + len(part)].copy_(part)
 
 
 def _check_scales(view: torch.Tensor, name: str) -> None:

@@ -17,7 +17,7 @@ from deepinfer.checkpoint.names import (
     is_draft_tie,
     is_vision,
     parameters,
-    tensors,
+    stored_specs,
 )
 from deepinfer.errors import CheckpointError
 from deepinfer.model.config import ModelConfig
@@ -159,7 +159,8 @@ def match(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> Coverage:
     Raises `CheckpointError`: `checkpoint-format-mismatch`, `checkpoint-shape-mismatch`,
     `checkpoint-scale-grid`, `checkpoint-tensor-missing`, `checkpoint-engram-split`.
     """
-    params, specs = parameters(config, vision=False), tensors(config, vision=False)
+    params = parameters(config, vision=False)
+    specs = {s.name: s for p in params.values() for s in stored_specs(p)}
     _check_formats(specs, stored)
     _check_shapes(params, specs, stored)
     tied_head = config.tie_word_embeddings and "head.weight" not in stored

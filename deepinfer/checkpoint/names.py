@@ -19,7 +19,7 @@ __all__ = [
     "is_draft_tie",
     "is_vision",
     "parameters",
-    "stored",
+    "stored_specs",
     "tensors",
 ]
 
@@ -261,7 +261,7 @@ def parameters(config: ModelConfig, vision: bool = True) -> dict[str, Parameter]
     return table.found
 
 
-def stored(p: Parameter) -> Iterator[TensorSpec]:
+def stored_specs(p: Parameter) -> Iterator[TensorSpec]:
     """What a file holds of one parameter: its values or codes, and the scales of the codes."""
     yield TensorSpec(p.name, p.stored_shape, p.dtype, p.group, p.block)
     if p.block is not None:
@@ -270,5 +270,5 @@ def stored(p: Parameter) -> Iterator[TensorSpec]:
 
 def tensors(config: ModelConfig, vision: bool = True) -> dict[str, TensorSpec]:
     """Every stored tensor by name: the parameters, and the scales of the quantised ones."""
-    specs = (s for p in parameters(config, vision).values() for s in stored(p))
+    specs = (s for p in parameters(config, vision).values() for s in stored_specs(p))
     return {spec.name: spec for spec in specs}

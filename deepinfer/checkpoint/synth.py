@@ -21,7 +21,7 @@ import torch
 
 from deepinfer.checkpoint.header import encode_header, shown
 from deepinfer.checkpoint.layout import CONFIG, INDEX, TOKEN_MAP, TOKENIZER
-from deepinfer.checkpoint.names import Parameter, TensorSpec, parameters, stored
+from deepinfer.checkpoint.names import Parameter, TensorSpec, parameters, stored_specs
 from deepinfer.errors import UsageError
 from deepinfer.model.config import ModelConfig
 from deepinfer.quant import codec
@@ -103,7 +103,7 @@ class _Source:
 
     def specs(self) -> dict[str, TensorSpec]:
         """Stored tensors to write, by name."""
-        return {s.name: s for p in self.params.values() for s in stored(p)}
+        return {s.name: s for p in self.params.values() for s in stored_specs(p)}
 
     def to_write(self, name: str) -> torch.Tensor:
         """The tensor as it goes to disk."""

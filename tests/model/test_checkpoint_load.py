@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from deepinfer.checkpoint import load
 from deepinfer.checkpoint.layout import open_checkpoint
 from deepinfer.checkpoint.load import load_weights
 from deepinfer.checkpoint.names import parameters
@@ -234,3 +235,15 @@ def test_experts_may_be_given_one_by_one(tmp_path):
     folder = write_checkpoint(tmp_path / "x", t6.config(), values, token_map=t6.token_map()[0])
     got = load_weights(open_checkpoint(folder))["layers.0.ffn.experts.w1"]
     assert torch.equal(got, t6.tensors()["layers.0.ffn.experts.w1"])
+
+
+def test_the_way_to_a_device_goes_through_a_small_buffer(tmp_path, monkeypatch):
+    monkeypatch.setattr(load, "READ_BYTES", 1000)
+    checkpoint = open_checkpoint(t6.write(tmp_path / "t6"))
+    name = "layers.1.engram.embed.weight"
+    stored = checkpoint.tensors[name]
+    view = torch.empty(stored.shape)
+    with open(stored.file, "rb") as file:
+        load._send(file.fileno(), stored, view, name)
+    assert torch.equal(view, t6.tensors()[name])
+    assert torch.equal(load_weights(checkpoint)[name], view)

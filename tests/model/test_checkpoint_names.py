@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
-from deepinfer.checkpoint.header import read_header
+from deepinfer.checkpoint.header import encode_header, read_header
+from deepinfer.checkpoint.layout import open_checkpoint
 from deepinfer.checkpoint.names import is_draft_tie, is_vision, parameters, tensors
 from deepinfer.model.config import ModelConfig
 from tests import t6
@@ -95,3 +97,24 @@ def test_names_that_are_recognised_and_skipped():
     assert is_vision("vision.blocks.3.attn.wqkv.bias") and is_vision("image_newline")
     assert is_draft_tie("mtp.0.embed.weight") and is_draft_tie("mtp.2.head.weight")
     assert not is_draft_tie("mtp.1.markov_head.embed.weight") and not is_vision("embed.weight")
+
+
+def test_a_folder_of_published_size_opens(published, tmp_path):
+    """All 96,085 names in 48 files of 510 GB, sparse: the whole layout is checked, nothing read."""
+    files: dict[str, list[str]] = {f"model-{i:05d}-of-00048.safetensors": [] for i in range(1, 49)}
+    order = list(files)
+    for i, name in enumerate(published):
+        table = "engram.embed" in name
+        files[order[46 + name.startswith("layers.14.")] if table else order[i % 46]].append(name)
+    for file, names in files.items():
+        header = encode_header({n: (published[n].dtype, published[n].shape) for n in names})
+        with open(tmp_path / file, "wb") as out:
+            out.write(header)
+            out.truncate(len(header) + sum(published[n].nbytes for n in names))
+    weight_map = {name: file for file, names in files.items() for name in names}
+    index = {"metadata": {"total_size": 510_286_023_000}, "weight_map": weight_map}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    shutil.copy(ROOT / "deepinfer/embedded/v41-flash.json", tmp_path / "config.json")
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.warnings == ("text only: skipped the vision tower (266 tensors)",)
+    assert "0 unused, 0 missing; draft: 2401 tensors loaded" in checkpoint.coverage.summary()
