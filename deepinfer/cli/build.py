@@ -62,13 +62,14 @@ def command(
     # Nobody asked for this accelerator by name: what is missing is a warning in the table.
     error = None if requested == "auto" else problem(accelerator, rows)
     head = document("deepinfer.build/1", sys.argv[1:], settings.as_json(), found)
-    body = {
+    body: dict[str, Any] = {
         "accelerator": accelerator,
         "probes": [row.as_json() for row in rows],
         "steps": [],
         "artifacts": [],
-        "ops": {} if error else operations(_DEVICE_TYPE[accelerator]),
     }
+    if output.mode == "json":
+        body["ops"] = {} if error else operations(_DEVICE_TYPE[accelerator])
     if output.mode != "json":
         output.table(
             ("probe", "found", "needed", "verdict", "path"),

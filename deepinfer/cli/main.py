@@ -101,7 +101,7 @@ def main(argv: list[str] | None = None) -> int:
     args = sys.argv[1:] if argv is None else list(argv)
     environ = registry.environment()
     output = Output(json_mode="--json" in args, environ=environ)
-    _install_signals()
+    signals = _install_signals()
     debug = environ.get("DEEPINFER_DEBUG", "").strip().lower() not in (
         "",
         "0",
@@ -132,6 +132,9 @@ def main(argv: list[str] | None = None) -> int:
         except BrokenPipeError:
             return _pipe_closed()
         return error.exit_status
+    finally:
+        for number, handler in signals.items():
+            signal.signal(number, handler)
 
 
 def _as_error(problem: Exception, args: list[str]) -> DeepinferError:
@@ -166,7 +169,9 @@ def _as_error(problem: Exception, args: list[str]) -> DeepinferError:
     )
 
 
-def _install_signals() -> None:
+def _install_signals() -> dict[signal.Signals, Any]:
+    """Handlers for Ctrl-C and SIGTERM; the result are those that stood before."""
+
     def interrupt(number: int, frame: FrameType | None) -> None:
         # A second Ctrl-C does not wait for a step to finish.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -176,12 +181,12 @@ def _install_signals() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         raise _Terminated
 
+    wanted = {signal.SIGINT: interrupt, signal.SIGTERM: terminate}
     try:
-        signal.signal(signal.SIGINT, interrupt)
-        signal.signal(signal.SIGTERM, terminate)
+        return {number: signal.signal(number, handler) for number, handler in wanted.items()}
     except ValueError:
         # Not the main thread: whoever embeds the command line keeps its own handlers.
-        return
+        return {}
 
 
 def _pipe_closed() -> int:
