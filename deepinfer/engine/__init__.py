@@ -1,5 +1,5 @@
-"""The loop that knows the other rooms: plan, run, sample, commit."""
+"""The loop that knows the other rooms: plan, run, sample, commit.
 
-from deepinfer.engine.engine import LLM
-
-__all__ = ["LLM"]
+`deepinfer.LLM` is its public face. Nothing is imported here: `engine.assembly` sizes a run for
+`--dry-run` without loading torch.
+"""
