@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from deepinfer.core.step import StepPlan
-from deepinfer.errors import CapacityError, CheckpointError
+from deepinfer.errors import CapacityError, CheckpointError, UsageError
 from deepinfer.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -142,7 +142,14 @@ def plan_sizes(settings: Settings, config: ModelConfig, free: int) -> tuple[Size
     if settings.kv_cache_tokens is not None:
         pages = settings.kv_cache_tokens // page
         most = int((max(free, 0) - slots * slot_bytes) // page_bytes) if page_bytes else pages
-        if pages < 1 or pages > most:
+        if pages < 1:
+            raise UsageError(
+                "kv-cache-tokens-few",
+                f"--kv-cache-tokens {settings.kv_cache_tokens} is less than one page",
+                [f"a page has {page} tokens (--page-tokens)"],
+                f"--kv-cache-tokens {page}",
+            )
+        if pages > most:
             raise _does_not_fit(
                 settings.kv_cache_tokens, most * page, free, page_bytes / page, "--kv-cache-tokens"
             )
