@@ -7,6 +7,7 @@ It decides from counts alone: no tensor, no text, no sampling parameter, no cloc
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from deepinfer.core.sequence import Sequence
@@ -15,6 +16,11 @@ from deepinfer.kvcache.blocks import BlockAllocator
 
 # After this many preemptions a sequence waits until nobody can take its pages again.
 PATIENCE = 2
+# Most rows of one request in a step that all deliver logits: they are as wide as the vocabulary.
+LOGIT_ROWS = 1024
+
+
+Wants = Callable[[Sequence], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +77,7 @@ class Policy:
         sequence.preemptions += 1
         insort(self.waiting, sequence, key=_arrival)
 
-    def next_step(self, want_all_rows=lambda sequence: False) -> Step | None:
+    def next_step(self, want_all_rows: Wants = lambda sequence: False) -> Step | None:
         """The next step, or None if nothing is left to run.
 
         want_all_rows(sequence): must every row of its next chunk deliver logits?
@@ -86,12 +92,12 @@ class Policy:
         prefilling = [sequence for sequence in self.running if sequence.pending > 1]
         for behind, sequence in enumerate(prefilling, start=1):
             spare = rows - (len(prefilling) - behind)  # one row for each prompt after this one
-            size = min(sequence.pending, self.chunk, spare)
+            size = min(sequence.pending, self._limit(sequence, want_all_rows), spare)
             taken.append((sequence, size))
             rows -= size
         while rows > 0 and self.waiting and self._admissible(self.waiting[0]):
             sequence = self._admit()
-            size = min(sequence.pending, self.chunk, rows)
+            size = min(sequence.pending, self._limit(sequence, want_all_rows), rows)
             taken.append((sequence, size))
             rows -= size
         if not taken:
@@ -99,7 +105,10 @@ class Policy:
         chunks = tuple(self._chunk(sequence, size, want_all_rows) for sequence, size in taken)
         return Step(StepPlan(chunks), tuple(sequence for sequence, _ in taken))
 
-    def _chunk(self, sequence: Sequence, size: int, want_all_rows) -> Chunk:
+    def _limit(self, sequence: Sequence, want_all_rows: Wants) -> int:
+        return min(self.chunk, LOGIT_ROWS) if want_all_rows(sequence) else self.chunk
+
+    def _chunk(self, sequence: Sequence, size: int, want_all_rows: Wants) -> Chunk:
         start = sequence.computed
         end = start + size
         if want_all_rows(sequence):

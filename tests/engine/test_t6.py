@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -210,3 +213,18 @@ def test_a_missing_folder_is_an_error(tmp_path):
     with pytest.raises(DeepinferError) as caught:
         LLM(tmp_path / "nothing")
     assert caught.value.code == "model-dir-missing"
+
+
+def test_the_example_runs(tmp_path):
+    """DEEPINFER_HF_MODEL_DIR=DIR python examples/offline_inference.py"""
+    root = Path(__file__).parents[2]
+    folder = t6.write(tmp_path / "m")
+    environment = {
+        "DEEPINFER_HF_MODEL_DIR": str(folder), "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1",
+        "PYTHONIOENCODING": "utf-8", "PATH": "",
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, root / "examples" / "offline_inference.py"],
+        env=environment, cwd=tmp_path, capture_output=True, timeout=240, check=True,
+    )  # fmt: skip
+    assert done.stdout.count(b"--- ") == 3 and b"def fibonacci(n):" in done.stdout

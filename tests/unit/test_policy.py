@@ -157,3 +157,11 @@ def test_every_mix_ends_with_everything_back(requests, pages, slots, max_rows, c
     assert len(bench.done) == len(requests) and bench.idle
     # bounded waste: two optimistic admissions and one that nobody can interrupt
     assert all(sequence.preemptions <= 3 for sequence in bench.done)
+
+
+def test_rows_with_logits_come_in_bounded_chunks():
+    bench = Bench(pages=2000, max_rows=4096, chunk=4096)
+    bench.add(3000, 1)
+    step = bench.policy.next_step(lambda sequence: True)
+    [chunk] = step.plan.chunks
+    assert len(chunk.token_ids) == chunk.logits == 1024

@@ -195,3 +195,16 @@ def test_a_logprob_is_zero_only_for_certainty():
     sure, nearly = torch.tensor([[900.0, 0.0]]), torch.tensor([[20.0, 0.0]])
     assert sampler.logprobs(sure, [0], [0])[0].logprob == 0.0
     assert -1e-8 < sampler.logprobs(nearly, [0], [0])[0].logprob < 0.0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_device_has_the_bits_of_the_host():
+    logits = torch.randn(40, 3001) * 3
+    rows = [row(at, seed=at % 3, **MIX[at % len(MIX)]) for at in range(40)]
+    streams = [rng.key(one.seed, one.position) for one in rows]
+    there = rng.gumbel_rows(streams, 3001, "cuda").cpu()
+    assert torch.equal(there, rng.gumbel_rows(streams, 3001, "cpu"))
+    assert torch.equal(process(logits.cuda(), rows).cpu(), process(logits, rows))
+    ids = sampler.sample(logits, rows)
+    assert sampler.sample(logits.cuda(), rows) == ids
+    assert sampler.logprobs(logits.cuda(), ids, [5] * 40) == sampler.logprobs(logits, ids, [5] * 40)
