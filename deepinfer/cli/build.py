@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from deepinfer.cli.options import SWITCH, Chosen, Color, HelpAll, Json, with_settings
+from deepinfer.cli.options import SWITCH, Chosen, Color, Help, HelpAll, Json, with_settings
 from deepinfer.cli.output import Output
 from deepinfer.settings import registry, resolve
 
@@ -41,6 +41,7 @@ def command(
     ] = False,
     json_mode: Json = False,
     color: Color = "auto",
+    help_page: Help = False,
     help_all: HelpAll = False,
     *,
     chosen: Chosen,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from deepinfer.device.detect import find, version_of
-from deepinfer.errors import DeepinferError, EnvironmentProblem, UsageError
+from deepinfer.errors import DeepinferError, UsageError
 from deepinfer.settings import Settings
 from deepinfer.settings.resolve import unknown_variables
 from deepinfer.toolchain.probe import compiler, probe
@@ -26,6 +26,11 @@ __all__ = ["Check", "run_all", "verdict", "write_bundle"]
 
 _TIMEOUT_S = 60
 _GIB = 1024**3
+_PRIVATE = (
+    (re.compile(r"(?<![\w.])(/(?:home|Users)/[^/\s]+|/root)(?=/|\b)"), "~"),
+    (re.compile(r"\b(hf|sk|ghp|gho|github_pat)[_-][A-Za-z0-9_-]{16,}"), "[removed]"),
+    (re.compile(r"(?i)((?:token|secret|password|api_?key)\s*[=:]\s*)[^\s,]+"), r"\1[removed]"),
+)
 _TORCH = """
 import json, torch
 cuda = torch.cuda.is_available()
@@ -52,7 +57,7 @@ class Check:
 
 
 def run_all(settings: Settings, environ: Mapping[str, str]) -> list[Check]:
-    """Every check, in the order of a diagnosis; never raises."""
+    """Every check, in the order of a diagnosis. Raises UsageError: no such model folder."""
     torch = _torch_facts(environ)
     steps: list[tuple[str, Callable[[], list[Check]]]] = [
         ("Python", _python),
@@ -69,6 +74,9 @@ def run_all(settings: Settings, environ: Mapping[str, str]) -> list[Check]:
     for name, step in steps:
         try:
             rows += step()
+        except UsageError:
+            # The question itself was wrong (a folder that does not exist); that is no finding.
+            raise
         except Exception as problem:
             rows.append(
                 Check(name, "warn", f"the check broke: {type(problem).__name__}: {problem}")
@@ -84,11 +92,7 @@ def verdict(rows: list[Check]) -> str:
 
 def write_bundle(path: Path, report: Mapping[str, Any]) -> None:
     """Write the report as readable JSON, home folders and anything like a secret removed."""
-    text = json.dumps(report, indent=1, ensure_ascii=False, default=str) + "\n"
-    text = re.sub(r"(?<![\w.])(/(?:home|Users)/[^/\s\"]+|/root)(?=/|\b)", "~", text)
-    text = re.sub(r"\b(hf|sk|ghp|gho|github_pat)[_-][A-Za-z0-9_-]{16,}", "[removed]", text)
-    text = re.sub(r"(?i)((?:token|secret|password|api_?key)\S{0,3}\s*[=:]\s*)[^\s\",]+",
-                  r"\1[removed]", text)  # fmt: skip
+    text = json.dumps(_cleaned(report), indent=1, ensure_ascii=False, default=str) + "\n"
     part = path.with_name(path.name + ".part")
     try:
         part.write_text(text, encoding="utf-8")
@@ -98,6 +102,18 @@ def write_bundle(path: Path, report: Mapping[str, Any]) -> None:
             "bundle-not-written", f"{path} cannot be written", [problem.strerror or str(problem)],
             "deepinfer doctor --bundle report.txt",
         ) from None  # fmt: skip
+
+
+def _cleaned(value: Any) -> Any:
+    """The same structure; only texts change, so the bundle stays valid JSON."""
+    if isinstance(value, Mapping):
+        return {key: _cleaned(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_cleaned(item) for item in value]
+    if isinstance(value, str):
+        for pattern, shown in _PRIVATE:
+            value = pattern.sub(shown, value)
+    return value
 
 
 def _torch_facts(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -204,8 +220,6 @@ def _checkpoint(settings: Settings) -> Check:
     try:
         checkpoint = open_checkpoint(folder, origin)
         for_model(settings, checkpoint.config)
-    except EnvironmentProblem:
-        raise
     except DeepinferError as problem:
         if problem.exit_status == 2:
             raise

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from deepinfer.cli.options import SWITCH, Chosen, Color, HelpAll, Json, Quiet, with_settings
+from deepinfer.cli.options import SWITCH, Chosen, Color, Help, HelpAll, Json, Quiet, with_settings
 from deepinfer.cli.output import Output
 from deepinfer.errors import DeepinferError, ExitCode, UsageError
 from deepinfer.settings import Settings, registry, resolve
@@ -62,6 +62,7 @@ def command(
     json_mode: Json = False,
     quiet: Quiet = False,
     color: Color = "auto",
+    help_page: Help = False,
     help_all: HelpAll = False,
     *,
     chosen: Chosen,

@@ -19,7 +19,7 @@ import typer
 
 import deepinfer
 from deepinfer.cli import build, doctor, run
-from deepinfer.cli.options import EXIT_CODES
+from deepinfer.cli.options import EXIT_CODES, SWITCH, Help
 from deepinfer.cli.output import Output
 from deepinfer.errors import (
     CapacityError,
@@ -63,8 +63,6 @@ app = typer.Typer(
     # The default mode reads square brackets in help texts as markup.
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
-    no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
     epilog=EXIT_CODES,
 )
 for _module in (run, build, doctor):
@@ -80,9 +78,14 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, metavar=SWITCH, rich_help_panel="Output",
+            help="Show the version.",
+        ),
     ] = False,
-) -> None:
+    help_page: Help = False,
+) -> None:  # fmt: skip
     """Run DeepSeek-V4.1 checkpoints offline."""
 
 
@@ -93,6 +96,8 @@ def _assembled() -> Any:
     for parameter in command.params:
         if parameter.name in ("install_completion", "show_completion"):
             parameter.default = False
+            parameter.metavar = SWITCH
+            parameter.rich_help_panel = "Output"  # type: ignore[attr-defined]
     return command
 
 
@@ -110,7 +115,7 @@ def main(argv: list[str] | None = None) -> int:
         "off",
     )
     try:
-        status = _assembled()(args, prog_name="deepinfer", standalone_mode=False)
+        status = _assembled()(args or ["--help"], prog_name="deepinfer", standalone_mode=False)
         sys.stdout.flush()
         return int(status or 0)
     except (_PipeClosed, BrokenPipeError):

@@ -17,7 +17,7 @@ import typer
 from deepinfer.settings import registry
 from deepinfer.settings.registry import Setting
 
-__all__ = ["Chosen", "Color", "HelpAll", "Json", "Quiet", "with_settings"]
+__all__ = ["Chosen", "Color", "Help", "HelpAll", "Json", "Quiet", "with_settings"]
 
 PANELS = (
     "Input", "Model", "Sampling", "Speculation", "Replay", "Device", "Output", "Advanced",
@@ -34,6 +34,21 @@ SWITCH = " "
 Chosen = dict[str, object]
 
 
+def _color(word: str) -> str:
+    if word not in ("auto", "always", "never"):
+        raise typer.BadParameter(f"{word} is not one of auto, always, never")
+    return word
+
+
+def _show(context: typer.Context, wanted: bool) -> None:
+    if not wanted:
+        return
+    text = context.get_help()
+    if text:
+        typer.echo(text)
+    raise typer.Exit(0)
+
+
 def _show_all(context: typer.Context, wanted: bool) -> None:
     if not wanted:
         return
@@ -44,10 +59,7 @@ def _show_all(context: typer.Context, wanted: bool) -> None:
             parameter.opts = [f"--[no-]{parameter.opts[0][2:]}"]
             parameter.secondary_opts = []
     context.command.epilog = (context.command.epilog or "") + EXIT_CODES
-    text = context.get_help()
-    if text:
-        typer.echo(text)
-    raise typer.Exit(0)
+    _show(context, wanted)
 
 
 EXIT_CODES = """
@@ -55,6 +67,14 @@ EXIT_CODES = """
 Exit codes: 0 done; 1 something the user asked to be checked failed; 2 usage or settings;
 3 environment; 4 checkpoint; 5 does not fit; 70 our bug; 130, 143 interrupted; 141 pipe closed."""
 
+# Declared here because Typer's own help option has no section and costs a library at start-up.
+Help = Annotated[
+    bool,
+    typer.Option(
+        "-h", "--help", callback=_show, is_eager=True, metavar=SWITCH, help="Show this page.",
+        rich_help_panel="Output",
+    ),
+]  # fmt: skip
 HelpAll = Annotated[
     bool,
     typer.Option(
@@ -80,8 +100,8 @@ Quiet = Annotated[
 Color = Annotated[
     str,
     typer.Option(
-        "--color", metavar="WORD",
-        help="Colour on stderr: auto, always, never. NO_COLOR is respected.",
+        "--color", metavar="WORD", callback=_color, show_default=False,
+        help="Colour on stderr: auto, always, never. Default: auto, and NO_COLOR is respected.",
         rich_help_panel="Output", hidden=True,
     ),
 ]  # fmt: skip

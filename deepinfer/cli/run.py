@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from deepinfer.cli import sampling
-from deepinfer.cli.options import SWITCH, Chosen, Color, HelpAll, Json, Quiet, with_settings
+from deepinfer.cli.options import SWITCH, Chosen, Color, Help, HelpAll, Json, Quiet, with_settings
 from deepinfer.cli.output import Output
 from deepinfer.cli.prompt import read_prompt
 from deepinfer.errors import DeepinferError, InternalError, UsageError
@@ -79,6 +79,7 @@ def command(
         bool, _switch("--dry-run", "Check everything, print the plan, run nothing.")
     ] = False,
     color: Color = "auto",
+    help_page: Help = False,
     help_all: HelpAll = False,
     *,
     chosen: Chosen,

@@ -1,0 +1,149 @@
+"""`deepinfer doctor`: every check alone, exit codes, settings and ops tables, the bundle."""
+
+import json
+
+import pytest
+
+from deepinfer.cli import checks
+from deepinfer.settings import resolve
+
+
+@pytest.fixture(autouse=True)
+def quick_torch(monkeypatch):
+    """What the child process would say about torch."""
+    facts = {"version": "2.13.0", "cuda": None, "cxx11": True, "nvidia": 0, "ascend": 0}
+    monkeypatch.setattr(checks, "_torch_facts", lambda environ: dict(facts))
+    return facts
+
+
+@pytest.fixture
+def no_model(monkeypatch):
+    good = checks.Check("checkpoint", "ok", "a model", area="checkpoint")
+    monkeypatch.setattr(checks, "_checkpoint", lambda settings: good)
+
+
+def test_all_is_well(cli, no_model):
+    done = cli("doctor")
+    assert done.status == 0
+    header, *rows = done.out.splitlines()
+    assert header == "check\tverdict\tfound\thelp"
+    names = [row.split("\t")[0] for row in rows]
+    for name in ("Python", "torch", "accelerator", "C++ compiler", "compiled kernels", "Triton",
+                 "memory", "checkpoint", "variables"):  # fmt: skip
+        assert name in names
+    assert cli("doctor", "-q").out in ("ok\n", "warn\n")
+
+
+def test_unknown_variables_are_a_warning_with_exit_0(cli, no_model):
+    done = cli("doctor", DEEPINFER_SWA_KEEPS="1")
+    assert done.status == 0
+    assert "variables\twarn\tDEEPINFER_SWA_KEEPS is not a setting" in done.out
+
+
+def test_an_accelerator_that_cannot_run_is_exit_3(cli, no_model):
+    done = cli("doctor", "--accelerator", "ascend")
+    assert done.status == 3
+    assert "accelerator\tfail\tascend cannot run here" in done.out
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("ImportError: libhccl.so: cannot open shared object file", "set_env.sh"),
+        ("ModuleNotFoundError: No module named 'torch'", "pip install"),
+        ("TimeoutExpired", "pip install"),
+    ],
+)
+def test_a_broken_torch_is_a_row(cli, no_model, monkeypatch, text, hint):
+    monkeypatch.setattr(checks, "_torch_facts", lambda environ: {"problem": text})
+    done = cli("doctor", "--json")
+    row = next(r for r in json.loads(done.out)["checks"] if r["name"] == "torch")
+    assert done.status == 3 and row["verdict"] == "fail" and hint in row["hint"]
+
+
+def test_an_old_torch(cli, no_model, quick_torch, monkeypatch):
+    monkeypatch.setattr(checks, "_torch_facts", lambda e: {**quick_torch, "version": "2.9.1+cpu"})
+    assert cli("doctor").status == 3
+
+
+def test_a_bad_model_folder_is_exit_4(cli, tmp_path):
+    done = cli("doctor", "-m", tmp_path)
+    assert done.status == 4
+    assert "checkpoint\tfail" in done.out and "is not a checkpoint" in done.out
+
+
+def test_a_missing_model_folder_is_exit_2(cli):
+    done = cli("doctor", "-m", "gone")
+    assert done.status == 2
+    assert "error: gone does not exist\n  from --model-dir" in done.err
+
+
+def test_a_check_that_breaks_is_a_row(cli, no_model, monkeypatch):
+    monkeypatch.setattr(checks, "_memory", lambda: 1 / 0)
+    done = cli("doctor")
+    assert done.status == 0
+    assert "memory\twarn\tthe check broke: ZeroDivisionError: division by zero" in done.out
+
+
+def test_settings_table_has_values_and_sources(cli, no_model, tmp_path):
+    (tmp_path / "deepinfer.toml").write_text("max_num_seqs = 4\n")
+    done = cli("doctor", "--settings", "--accelerator", "cpu", DEEPINFER_USE_NEXTN_DECODE="3")
+    assert done.status == 0
+    rows = {line.split("\t")[0]: line.split("\t")[1:] for line in done.out.splitlines()}
+    assert rows["setting"] == ["value", "source", "from"]
+    assert rows["DEEPINFER_USE_NEXTN_DECODE"] == ["3", "environment", "DEEPINFER_USE_NEXTN_DECODE"]
+    assert rows["DEEPINFER_ACCELERATOR"] == ["cpu", "flag", "--accelerator"]
+    assert rows["max_num_seqs"] == ["4", "file", "deepinfer.toml"]
+    assert rows["DEEPINFER_MAX_BACKTRACKING_TOKENS"][:2] == ["4", "default"]
+
+
+def test_ops_table(cli, no_model):
+    done = cli("doctor", "--ops", "--accelerator", "cpu")
+    assert done.status == 0
+    header, *rows = [line.split("\t") for line in done.out.splitlines()]
+    assert header == ["operation", "back end", "available", "why"]
+    assert rows and all(row[1] == "torch" and row[3] for row in rows)
+
+
+def test_json_and_bundle(cli, valid, no_model, tmp_path):
+    target = tmp_path / "report.txt"
+    done = cli("doctor", "--json", "--bundle", target, DEEPINFER_HF_MODEL_DIR="/root/x/model")
+    document = valid("doctor", json.loads(done.out))
+    assert document["ops"]
+    bundle = valid("doctor", json.loads(target.read_text()))
+    assert bundle["schema"] == "deepinfer.doctor/1"
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_a_bundle_has_no_home_folders_and_no_secrets(tmp_path):
+    report = {
+        "a": "/home/someone/models/x and /Users/someone/y and /root/z",
+        "b": "hf_" + "A" * 30,
+        "c": "API_KEY=verysecret, token: abcdef",
+    }
+    target = tmp_path / "report.txt"
+    checks.write_bundle(target, report)
+    text = target.read_text()
+    for word in ("someone", "/root", "AAAA", "verysecret", "abcdef"):
+        assert word not in text
+    assert "~/models/x" in text
+
+
+def test_a_bundle_that_cannot_be_written(cli, no_model, tmp_path):
+    done = cli("doctor", "--bundle", tmp_path / "no" / "where.txt")
+    assert done.status == 2 and "cannot be written" in done.err
+
+
+def test_the_torch_check_survives_a_child_that_hangs(monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(checks, "_TORCH", "import time; time.sleep(60)")
+    monkeypatch.setattr(checks, "_TIMEOUT_S", 0.5)
+    assert checks._torch_facts({})["problem"] == "TimeoutExpired"
+    monkeypatch.setattr(checks, "_TORCH", "raise SystemExit(7)")
+    monkeypatch.setattr(checks, "_TIMEOUT_S", 30)
+    assert checks._torch_facts({})["problem"] == "exit 7"
+
+
+def test_run_all_never_raises_on_odd_settings(no_model):
+    settings = resolve({}, environ={})
+    assert len(checks.run_all(settings, {})) >= 8
