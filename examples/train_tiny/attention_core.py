@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from deepinfer.model.config import ModelConfig
 
@@ -50,20 +50,16 @@ def index_scores(q, keys, weights, seen) -> torch.Tensor:
     return total.masked_fill(~seen, -torch.inf)
 
 
-def kth_best(scores: torch.Tensor, k: int) -> torch.Tensor:
-    """The k-th best score of each row [B, T, 1]; -inf where a row has fewer than k."""
+def choose(scores: torch.Tensor, k: int) -> torch.Tensor:
+    """bool: the k best scores of each row [..., J], ties of the last included, -inf never."""
+    seen = scores > -torch.inf
     if scores.shape[-1] <= k:
-        return scores.new_full((*scores.shape[:-1], 1), -torch.inf)
+        return seen
     if scores.is_cuda and scores.shape[-1] & (scores.shape[-1] - 1) == 0:
         from examples.train_tiny import select_kernel
 
-        return select_kernel.kth_best(scores, k)
-    return torch.topk(scores, k, dim=-1).values[..., -1:]
-
-
-def at_least(scores: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
-    """bool: chosen entries, ties included; entries at -inf never."""
-    return (scores >= best) & (scores > -torch.inf)
+        return select_kernel.choose(scores, k)
+    return seen & (scores >= torch.topk(scores, k, dim=-1).values[..., -1:])
 
 
 def candidate_entries(
@@ -76,7 +72,7 @@ def candidate_entries(
         return torch.ones_like(scores, dtype=torch.bool)
     newest = ((seen.sum(-1, keepdim=True) - 1) // size).clamp_min(0)
     best = best.scatter(-1, newest.expand(*best.shape[:-1], 1), torch.inf)
-    kept = best >= torch.topk(best, blocks, dim=-1).values[..., -1:]
+    kept = choose(best, blocks)
     return kept.repeat_interleave(size, -1)[..., : scores.shape[-1]]
 
 
@@ -92,7 +88,12 @@ def make(
     entries = length // ratio if ratio else 0
     if fused and length % BLOCK == 0 and entries % BLOCK == 0:
         return _fused(length, entries, ratio, window, device, piece)
-    banded = piece(_banded)
+    return make_plain(config, piece)
+
+
+def make_plain(config: ModelConfig, piece: Callable) -> Callable:
+    """The plain core, the meaning of the fused one."""
+    banded, window = piece(_banded), config.sliding_window
     return lambda q, kv, lower, e, chosen, sink: banded(q, kv, lower, e, chosen, sink, window)
 
 
@@ -150,11 +151,12 @@ def _fused(length: int, entries: int, ratio: int, window: int, device, piece: Ca
             BLOCK_SIZE=template.BLOCK_SIZE,
             mask_mod=mask,
         )
-        o, lse = flex_attention(
-            q.transpose(1, 2), keys, keys, block_mask=blocks, enable_gqa=True, return_lse=True
-        )
+        o, more = flex_attention(
+            q.transpose(1, 2), keys, keys, block_mask=blocks, enable_gqa=True,
+            return_aux=AuxRequest(lse=True),
+        )  # fmt: skip
         # A sink is a key without a value: it only takes its share of the probability.
-        o, lse = o.transpose(1, 2), lse.transpose(1, 2)
+        o, lse = o.transpose(1, 2), more.lse.transpose(1, 2)
         share = torch.sigmoid(lse - sink)
         return (o.float() * share.unsqueeze(-1)).to(q.dtype), torch.logaddexp(lse, sink)
 

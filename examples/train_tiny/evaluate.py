@@ -88,7 +88,8 @@ class Evaluation:
         self.p.restore(saved["tensors"])
         self.optimiser = Optimiser(self.p)
         self.results: dict[str, object] = {"facts": saved["facts"]}
-        self.ops = TrainingOps(compiled=args.compile)
+        on = {"auto": self.device.type == "cuda", "on": True, "off": False}[args.compile]
+        self.ops = TrainingOps(compiled=on)
 
     def step(self, length: int, batch: int, sparse: bool, quantised: bool) -> Step:
         config = configuration.model_config(self.config, quantised)
@@ -108,7 +109,8 @@ class Evaluation:
         vocabulary = streams.load_vocabulary(data)
         material = streams.heldout_material(data)
         step = self.step(short, batch, True, True)
-        self._do("bits_per_byte sparse quantised", lambda: bits_per_byte(step, data, self.args.windows))
+        windows = self.args.windows
+        self._do("bits_per_byte sparse quantised", lambda: bits_per_byte(step, data, windows))
         for op in "+-*":
             self._score(step, f"arithmetic {op}", exercises.arithmetic_eval(vocabulary, op, n))
         for name in ("copying", "sorting", "tools"):
@@ -143,8 +145,10 @@ class Evaluation:
         )  # fmt: skip
 
     def _score(self, step: Step, name: str, questions: list[exercises.Question]) -> None:
-        # A step made earlier may stand on weights of another form: none is made in between here.
-        self._do(name, lambda: {"n": len(questions), "exact": float(np.mean(exact(step, questions)))})
+        def measure() -> dict[str, float]:
+            return {"n": len(questions), "exact": float(np.mean(exact(step, questions)))}
+
+        self._do(name, measure)
 
     def _do(self, name: str, measure) -> None:
         begin = time.monotonic()
@@ -171,13 +175,13 @@ def main(argv: list[str] | None = None) -> None:
     a.add_argument("--long", type=int, default=8192)
     a.add_argument("--batch", type=int, default=32, help="rows of --length at once")
     a.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    a.add_argument("--compile", action="store_true")
+    a.add_argument("--compile", choices=("auto", "on", "off"), default="auto")
     a.add_argument("--no-fused", action="store_true")
     torch.set_float32_matmul_precision("high")
     torch._dynamo.config.recompile_limit = 128
     torch._dynamo.config.accumulated_recompile_limit = 1024
-    with torch.no_grad():
-        Evaluation(a.parse_args(argv)).run()
+    # The gradient tape stays on: with the shapes of training, its compiled pieces are found again.
+    Evaluation(a.parse_args(argv)).run()
 
 
 if __name__ == "__main__":

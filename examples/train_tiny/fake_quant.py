@@ -50,7 +50,7 @@ def e2m1(x: torch.Tensor) -> torch.Tensor:
 
 
 def weight(x: torch.Tensor, kind: str, block: tuple[int, int]) -> torch.Tensor:
-    """Values of a stored weight [count, rows, cols]: smallest fitting power-of-two scale a block."""
+    """Values of a stored weight [count, rows, cols]: the smallest fitting scale a block."""
     count, rows, cols = x.shape
     br, bc = min(block[0], rows), min(block[1], cols)
     g = x.float().view(count, rows // br, br, cols // bc, bc)

@@ -50,13 +50,17 @@ class SequenceMemory:
             for r in set(config.compress_ratios) - {0}
         }
         self.visible = {r: core.visible(length, r, device) for r in self.starts}
+        # Without a choice every visible entry is chosen; one layout, so that nothing recompiles.
+        self.everything = {
+            r: seen.expand(batch, -1, -1).contiguous() for r, seen in self.visible.items()
+        }
         self.cores = {
             r: core.make(config, length, r, device, ops.piece, fused)
             for r in set(config.compress_ratios[: config.num_hidden_layers])
         }
+        self.plain = core.make_plain(config, lambda f: f)
         self._scores = ops.piece(core.index_scores)
         self._index_loss = ops.piece(index_loss)
-        self._chosen = ops.piece(core.at_least)
         self.start()
 
     def start(self) -> None:
@@ -80,6 +84,40 @@ class SequenceMemory:
             if s:
                 shifted = torch.cat((pad.expand(self.batch, s), mapped[:, :-s]), 1)
             self.ngrams[:, s] = shifted.flatten()
+
+    def fall_back(self) -> None:
+        """Plain attention from here on."""
+        plain = core.make_plain(self.config, self.ops.piece)
+        self.cores = dict.fromkeys(self.cores, plain)
+
+    def check(self) -> float:
+        """Runs the cores on random rows, forward and back, beside plain torch on two sequences;
+        returns the largest relative difference."""
+        config, worst = self.config, 0.0
+        rows = min(2, self.batch)
+        heads, dim, device = config.num_attention_heads, config.head_dim, self.lower.device
+        for ratio, fast in self.cores.items():
+            def values(*shape: int) -> torch.Tensor:
+                x = torch.randn(self.batch, *shape, device=device, dtype=torch.bfloat16)
+                return x.requires_grad_()
+
+            q, kv = values(self.length, heads, dim), values(self.length, dim)
+            e = values(self.length // ratio, dim) if ratio else None
+            chosen = self.everything[ratio] if ratio else None
+            sink = torch.randn(heads, device=device, requires_grad=True)
+            weight = torch.randn_like(q)
+            weight[rows:] = 0.0
+            given = [x for x in (q, kv, e, sink) if x is not None]
+            results = []
+            for core_, n in ((fast, self.batch), (self.plain, rows)):
+                o, lse = core_(q[:n], kv[:n], self.lower[1][:n], None if e is None else e[:n],
+                               None if chosen is None else chosen[:n], sink)
+                loss = (o[:rows] * weight[:rows]).float().sum() + lse[:rows].sum()
+                results.append([o[:rows], lse[:rows], *torch.autograd.grad(loss, given)])
+            for got, want in zip(*results, strict=True):
+                got, want = got.float(), want.float()
+                worst = max(worst, ((got - want).norm() / want.norm()).item())
+        return worst
 
     # the contract of the model
 
@@ -105,7 +143,7 @@ class SequenceMemory:
         self.queries[layer.index] = (q, weights)
         seen = self.visible[layer.ratio]
         if not self.sparse:
-            self.chosen[layer.index] = seen.expand(self.batch, -1, -1)
+            self.chosen[layer.index] = self.everything[layer.ratio]
             return
         assert layer.kv_source is not None
         with torch.no_grad():
@@ -117,8 +155,7 @@ class SequenceMemory:
                 )
             if layer.uses_candidates and self.candidates is not None:
                 scores = scores.masked_fill(~self.candidates, -torch.inf)
-            best = core.kth_best(scores, config.index_topk)
-            self.chosen[layer.index] = self._chosen(scores, best)
+            self.chosen[layer.index] = core.choose(scores, config.index_topk)
 
     def attend(
         self, layer: LayerSpec, q: torch.Tensor, kv: torch.Tensor, sink: torch.Tensor

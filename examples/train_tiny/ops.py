@@ -109,7 +109,7 @@ class TrainingOps:
         self._swiglu = piece(_swiglu)
         self._engram_gate = piece(_engram_gate)
         self._engram_rows = piece(_engram_rows)
-        self._tables: dict[tuple[int, int, int], Table] = {}
+        self._tables: dict[tuple[int, int, int], tuple] = {}
         self.loads: list[torch.Tensor] = []
 
     def start(self) -> None:
@@ -152,8 +152,9 @@ class TrainingOps:
         """Kept: the memory of a batch shape hands out the same positions every step."""
         key = (positions.data_ptr(), positions.numel(), freqs.data_ptr())
         if key not in self._tables:
-            self._tables[key] = rowwise.rope_table(positions, freqs)
-        return self._tables[key]
+            # Keeping the inputs keeps their addresses from being handed out again.
+            self._tables[key] = (rowwise.rope_table(positions, freqs), positions, freqs)
+        return self._tables[key][0]
 
     def rope(self, x: torch.Tensor, table: Table, inverse: bool = False) -> torch.Tensor:
         return self._rope(x, *table, inverse)

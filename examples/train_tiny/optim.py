@@ -79,7 +79,7 @@ class Optimiser:
 
     @torch.no_grad()
     def step(self) -> None:
-        """One update from `parameters.grad`, which it leaves zeroed; a non-finite one is skipped."""
+        """One update from `parameters.grad`, which it zeroes; a non-finite one is skipped."""
         p, adam = self.p, self.adam_start
         norm = p.grad.norm()
         good = torch.isfinite(norm)

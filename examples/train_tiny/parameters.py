@@ -8,7 +8,6 @@ says so), laid out so that the optimiser sees few large arrays. It must not know
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass, field
 
 import torch

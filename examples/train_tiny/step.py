@@ -24,7 +24,7 @@ WARM = 3  # steps before a capture
 
 
 class Step:
-    """Training of `parameters` on batches of one shape. `memory.sparse` may change before `warm`."""
+    """Training of `parameters` on batches of one shape."""
 
     def __init__(
         self,
@@ -132,8 +132,8 @@ class Step:
             self._copy(memory.barriers, self._draw_barriers())
 
     def _draw_barriers(self) -> np.ndarray:
-        """Positions where a replay starts: with 3/4 one in the decoder half, half of those two; with
-        1/4 the same in the encoder half."""
+        """Positions where a replay starts: with 3/4 one in the decoder half, half of those two;
+        with 1/4 the same in the encoder half."""
         batch, length, rng = self.memory.batch, self.memory.length, self._random
         out = np.full((2, batch, BARRIERS), length)
         places = rng.integers(1, length - min(64, length // 2), (batch, BARRIERS))

@@ -53,7 +53,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     a.add_argument("--workers", type=int, help="data processes")
     a.add_argument("--windows", type=int, default=64, help="held-out windows after a segment")
     a.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    a.add_argument("--no-compile", action="store_true")
+    a.add_argument("--compile", choices=("auto", "on", "off"), default="auto")
     a.add_argument("--no-graph", action="store_true")
     a.add_argument("--no-fused", action="store_true", help="plain attention instead of flex")
     a.add_argument("--synthetic", action="store_true", help="random tokens instead of data")
@@ -142,18 +142,33 @@ class Trainer:
                            or self.facts["segments"][-1]["name"] != segment.name):
             self.optimiser.reset()
         self.warmup = 100 if self.facts["steps"] == 0 else 30
-        ops = TrainingOps(compiled=not args.no_compile and self.device.type == "cuda")
+        on = {"auto": self.device.type == "cuda", "on": True, "off": False}[args.compile]
+        ops = TrainingOps(compiled=on)
         model = Transformer(config, self.p.weights(), ops)
         length = args.length or kind.length
         batch = max(1, int(args.batch * kind.share))
         fused = self.device.type == "cuda" and not args.no_fused
         memory = SequenceMemory(config, batch, length, self.token_map, ops, fused)
         memory.sparse = kind.sparse
+        if fused:
+            self._check(memory)
         return Step(
             self.p, self.optimiser, model, memory, ops,
             barriers=kind.barriers, graph=not args.no_graph,
             seed=args.seed + 1000 * self.rank + self.facts["steps"],
         )  # fmt: skip
+
+    def _check(self, memory: SequenceMemory) -> None:
+        """The fused attention must agree with the plain one; else the plain one runs."""
+        try:
+            worst = memory.check()
+            self.say(f"fused attention differs from plain by {worst:.4f}")
+            if worst < 0.03:
+                return
+        except Exception:  # noqa: BLE001 - whatever it is, there is another way
+            traceback.print_exc()
+        self.say("plain attention is used")
+        memory.fall_back()
 
     def _data(self, segment: Segment, step: Step) -> feed.Feed:
         length, batch = step.memory.length, step.memory.batch
