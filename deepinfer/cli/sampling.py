@@ -82,7 +82,8 @@ Seed = Annotated[
     ),
 ]
 Stop = Annotated[
-    list[str] | None, _option("--stop", metavar="TEXT", help="End before TEXT; repeatable.")
+    list[str] | None,
+    _option("--stop", metavar="TEXT", help="End before TEXT, such as [/INST]; repeatable."),
 ]
 Logprobs = Annotated[
     int | None,
