@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["print_plan"]
 
-_MIB = 1024**2
+_UNITS = ("bytes", "KiB", "MiB", "GiB")
 
 
 def print_plan(output: Output, settings: Settings, text: str, params: SamplingParams) -> int:
@@ -66,7 +66,7 @@ def print_plan(output: Output, settings: Settings, text: str, params: SamplingPa
         output.document({**head, "plan": plan})
     else:
         shown = [
-            (key.replace("_bytes", " (MiB)").replace("_", " "), _number(key, value))
+            (key.removesuffix("_bytes").replace("_", " "), _number(key, value))
             for key, value in plan.items()
         ]
         output.table(("plan", "value"), shown, "Plan; nothing was run")
@@ -98,5 +98,6 @@ def _check_length(prompt: int, limit: int, params: SamplingParams) -> None:
 
 def _number(key: str, value: Any) -> str:
     if key.endswith("_bytes") and value is not None:
-        return f"{value / _MIB:,.1f}"
+        power = min(max(value.bit_length() - 1, 0) // 10, len(_UNITS) - 1)
+        return f"{value / 1024**power:,.1f} {_UNITS[power]}"
     return f"{value:,}" if isinstance(value, int) else str(value)
