@@ -2,8 +2,8 @@
 
 K is cut into blocks of 32. Inside a block both operands are integers of at most 24 bits times one
 power of two, so their 32 products sum to less than 2^53: a float64 matmul is *exact*, in any
-order, with any blocking, on any device. The block sums are rounded to float32 and added in K
-order. No row can therefore feel the number of rows, a chunk boundary or the BLAS that ran.
+order, with any blocking, on any device. The block sums are added in K order, in float64, and the
+total is rounded to float32 once. No row can therefore feel the number of rows, a chunk boundary or the BLAS that ran.
 Operands of FP8, FP4 and (nearly always) bf16 are such integers already; others are rounded to
 them, an error of at most 2^-25 of the block's largest magnitude: float32's own resolution.
 """
@@ -56,8 +56,8 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    sums = torch.matmul(a.transpose(-2, -3), b).float()
+    sums = torch.matmul(a.transpose(-2, -3), b)
     total = sums.select(-3, 0)
     for g in range(1, sums.shape[-3]):
         total = total + sums.select(-3, g)
-    return total
+    return total.float()

@@ -10,7 +10,7 @@ import torch
 
 from deepinfer.ops.torch import blocked
 from deepinfer.ops.torch.linear import Weight
-from deepinfer.ops.torch.rowwise import exp, inverse_rms, row_sum, sigmoid
+from deepinfer.ops.torch.rowwise import inverse_rms, sigmoid
 
 
 def hc_mix(
@@ -41,13 +41,21 @@ def hc_split(
     pre = sigmoid(m[:, :c] * scale[0] + base[:c]) + hc_eps
     post = 2 * sigmoid(m[:, c : 2 * c] * scale[1] + base[c : 2 * c])
     a = (m[:, 2 * c :] * scale[2] + base[2 * c :]).unflatten(-1, (c, c))
-    a = exp(a - a.amax(-1, keepdim=True))
-    a = a / row_sum(a).unsqueeze(-1) + hc_eps
-    a = a / (row_sum(a.mT).unsqueeze(-2) + hc_eps)
+    a = torch.exp(a - a.amax(-1, keepdim=True))
+    a = a / _sum(a, -1) + hc_eps
+    a = a / (_sum(a, -2) + hc_eps)
     for _ in range(iterations - 1):
-        a = a / (row_sum(a).unsqueeze(-1) + hc_eps)
-        a = a / (row_sum(a.mT).unsqueeze(-2) + hc_eps)
+        a = a / (_sum(a, -1) + hc_eps)
+        a = a / (_sum(a, -2) + hc_eps)
     return pre, post, a
+
+
+def _sum(a: torch.Tensor, dim: int) -> torch.Tensor:
+    """Sum over the few copies of ``dim``, first to last; the dimension stays with size 1."""
+    first, *others = a.split(1, dim)
+    for x in others:
+        first = first + x
+    return first
 
 
 def hc_collapse(streams: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
@@ -62,7 +70,7 @@ def hc_expand(
     x: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
 ) -> torch.Tensor:
     """S'[j] = post[j] x + sum_i comb[i][j] S[i]: the *first* index of comb is summed."""
-    total = post.unsqueeze(-1) * x.float().unsqueeze(1)
-    for i in range(streams.shape[1]):
+    total = comb[:, 0, :, None] * streams[:, 0, None, :].float()
+    for i in range(1, streams.shape[1]):
         total = total + comb[:, i, :, None] * streams[:, i, None, :].float()
-    return total.to(streams.dtype)
+    return (post.unsqueeze(-1) * x.float().unsqueeze(1) + total).to(streams.dtype)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from deepinfer.ops.torch import blocked
-from deepinfer.ops.torch.rowwise import exp, row_sum
+from deepinfer.ops.torch.rowwise import row_sum
 from deepinfer.quant import codec
 from deepinfer.quant.records import RecordFormat
 
@@ -21,7 +21,7 @@ _ROWS = 64
 
 def pool(v: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
     """Softmax-weighted mean over each group: v, z float32 [E, r, D] -> float32 [E, D]."""
-    weight = exp(z - z.amax(1, keepdim=True))
+    weight = torch.exp(z - z.amax(1, keepdim=True))
     total, norm = v[:, 0] * weight[:, 0], weight[:, 0]
     for t in range(1, v.shape[1]):
         total = total + v[:, t] * weight[:, t]
@@ -66,7 +66,7 @@ def select(
     ok = torch.arange(n, device=scores.device) < visible.unsqueeze(-1)
     if allowed is not None:
         ok = ok & allowed
-    order = torch.sort(_sortable(scores, ok), -1, descending=True, stable=True).indices[..., :k]
+    order = torch.sort(_sortable(scores, ok), dim=-1, descending=True, stable=True).indices[..., :k]
     order = torch.where(ok.gather(-1, order), order, n).sort(-1).values
     order = torch.where(order < n, order, -1)
     return torch.nn.functional.pad(order, (0, k - order.shape[-1]), value=-1)
@@ -88,7 +88,7 @@ def candidate_blocks(
     best = key.unflatten(-1, (blocks, size)).amax(-1)
     newest = ((visible - 1) // size).clamp_min(0).unsqueeze(-1)
     best = best.scatter(-1, newest, torch.iinfo(torch.int32).max)
-    chosen = torch.sort(best, -1, descending=True, stable=True).indices[..., :count]
+    chosen = torch.sort(best, dim=-1, descending=True, stable=True).indices[..., :count]
     seen = -(-visible // size)
     kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, chosen, True)
     return kept & (torch.arange(blocks, device=scores.device) < seen.unsqueeze(-1))
@@ -139,8 +139,8 @@ def attend(
     valid = torch.nn.functional.pad(valid, (0, pad))
     left = blocked.snap(q)
     peak = torch.full((n, heads), -1e30, device=q.device)
-    total = torch.zeros((n, heads), device=q.device)
-    acc = torch.zeros((n, heads, dim), device=q.device)
+    total = torch.zeros((n, heads), dtype=torch.float64, device=q.device)
+    acc = torch.zeros((n, heads, dim), dtype=torch.float64, device=q.device)
     for start in range(0, keys.shape[1], KEY_BLOCK):
         k = keys[:, start : start + KEY_BLOCK]
         mask = valid[:, None, start : start + KEY_BLOCK]
@@ -149,17 +149,18 @@ def attend(
         logits = blocked.matmul(left, right.movedim(1, -1)) * dim**-0.5
         logits = logits.masked_fill(~mask, -torch.inf)
         new_peak = torch.maximum(peak, logits.amax(-1))
-        p = exp(logits - new_peak.unsqueeze(-1))
-        alpha = exp(peak - new_peak)
-        total = total * alpha + row_sum(p)
-        acc = acc * alpha.unsqueeze(-1) + _weighted_sum(p.to(q.dtype).float(), k.float())
+        p = torch.exp(logits - new_peak.unsqueeze(-1))
+        alpha = torch.exp(peak - new_peak)
+        total = total * alpha + row_sum(p.double())
+        acc = acc * alpha.unsqueeze(-1) + _weighted_sum(p.to(q.dtype), k)
         peak = new_peak
-    total = total + exp(sink - peak)
-    return (acc / total.unsqueeze(-1)).to(q.dtype)
+    total = total + torch.exp(sink - peak)
+    return (acc / total.unsqueeze(-1)).float().to(q.dtype)
 
 
 def _weighted_sum(p: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """sum_j p[N, heads, j] v[N, j, D] in float32: eight lanes of keys, added pairwise."""
+    """sum_j p[N, heads, j] v[N, j, D]: eight lanes of keys in float64, added pairwise."""
+    p, v = p.double(), v.double()
     acc = p[:, :, :_LANES, None] * v[:, None, :_LANES]
     for j in range(_LANES, v.shape[1], _LANES):
         acc = acc + p[:, :, j : j + _LANES, None] * v[:, None, j : j + _LANES]

@@ -10,7 +10,7 @@ import torch
 
 from deepinfer.ops.torch import blocked
 from deepinfer.ops.torch.linear import Weight, activation
-from deepinfer.ops.torch.rowwise import row_sum, sigmoid
+from deepinfer.ops.torch.rowwise import row_sum, silu, softplus
 
 
 def router(
@@ -21,9 +21,7 @@ def router(
     s = sqrt(softplus(logits)); chosen by s + bias, weighted by the unbiased s over its sum (not
     with k = 1) times ``scale``.
     """
-    wide = logits.double()
-    softplus = torch.where(wide > 20, wide, torch.log1p(torch.exp(wide.clamp_max(20))))
-    s = softplus.float().sqrt()
+    s = softplus(logits).sqrt()
     ids = torch.sort(s + bias, dim=-1, descending=True, stable=True).indices[:, :k]
     weights = s.gather(-1, ids)
     if normalise and k > 1:
@@ -47,7 +45,7 @@ def expert(
     left = activation(x, quantised)
     gate = blocked.matmul(left, w1).to(x.dtype).float().clamp_max(limit)
     up = blocked.matmul(left, w3).to(x.dtype).float().clamp(-limit, limit)
-    h = gate * sigmoid(gate) * up
+    h = silu(gate) * up
     if row_weight is not None:
         h = h * row_weight.unsqueeze(-1)
     return blocked.matmul(activation(h.to(x.dtype), quantised), w2).to(x.dtype)

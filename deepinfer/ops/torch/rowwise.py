@@ -1,7 +1,8 @@
 """Row-wise reference ops: fixed-order sums, transcendental functions, RMSNorm and RoPE.
 
-Comes in: rows [tokens, ...]. Goes out: rows. Transcendental functions are taken in float64 and
-rounded once, so that vectorised and scalar code paths agree. Source: model spec §3.0.
+Comes in: rows [tokens, ...]. Goes out: rows. Only functions whose vectorised and scalar code paths
+agree are used: exp, log1p, cos, sin, rsqrt. torch's own sigmoid, silu and softplus give an element
+other bits in the tail of a vector than in its body. Source: model spec §3.0.
 """
 
 from __future__ import annotations
@@ -20,17 +21,26 @@ def row_sum(x: torch.Tensor) -> torch.Tensor:
     return x[..., 0]
 
 
-def exp(x: torch.Tensor) -> torch.Tensor:
-    return x.double().exp().float()
-
-
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
-    return torch.sigmoid(x.double()).float()
+    """1 / (1 + exp(-x)) of float32 ``x``."""
+    return 1.0 / (1.0 + torch.exp(-x))
+
+
+def silu(x: torch.Tensor) -> torch.Tensor:
+    """x / (1 + exp(-x)) of float32 ``x``."""
+    return x / (1.0 + torch.exp(-x))
+
+
+def softplus(x: torch.Tensor) -> torch.Tensor:
+    """log(1 + exp(x)) of float32 ``x``, the identity above 20."""
+    return torch.where(x > 20, x, torch.log1p(torch.exp(x.clamp_max(20))))
 
 
 def inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """1 / sqrt(mean(x^2) + eps) over the last dimension of float32 ``x``; float32 [...]."""
-    return 1.0 / torch.sqrt(row_sum(x * x) / x.shape[-1] + eps)
+    """1 / sqrt(mean(x^2) + eps) over the last dimension of ``x``; float32 [...]."""
+    x = x.double()
+    mean = (row_sum(x * x) / x.shape[-1]).float()
+    return torch.rsqrt(mean + eps)
 
 
 def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -41,8 +51,8 @@ def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 def rope_table(positions: torch.Tensor, freqs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin, float32 [tokens, rotary / 2]; the angle is rounded to float32 first."""
-    angle = (positions.float().unsqueeze(-1) * freqs).double()
-    return angle.cos().float(), angle.sin().float()
+    angle = positions.float().unsqueeze(-1) * freqs
+    return angle.cos(), angle.sin()
 
 
 def rope(
