@@ -114,7 +114,8 @@ class Output:
             table.add_column(header, overflow="fold")
         for row in rows:
             table.add_row(*(Text(_one_line(cell)) for cell in row))
-        Console(file=self.out, no_color=not self.color, highlight=False).print(table)
+        system = "auto" if self.color else None
+        Console(file=self.out, color_system=system, highlight=False).print(table)
 
     def _write_err(self, text: str) -> None:
         self.out.flush()

@@ -68,3 +68,13 @@ def test_json(cli, valid, toolchain):
     document = valid("error", valid("build", json.loads(done.out)))
     assert done.status == 3
     assert document["error"]["code"] == "toolchain-missing"
+
+
+def test_a_table_on_a_terminal_reads_no_markup_and_cuts_nothing(terminal, tmp_path):
+    name = "[/INST]" + "x" * 90
+    for columns in (80, 120):
+        done = terminal("build", columns=columns, CXX=name, PATH=str(tmp_path), NO_COLOR="1")
+        assert done.status == 0
+        assert "[/INST]" in done.out and "\u2026" not in done.out
+        assert sum(line.count("x") for line in done.out.splitlines()) >= 90
+        assert "\x1b" not in done.out

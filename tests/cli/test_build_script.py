@@ -68,7 +68,7 @@ def test_paths_are_those_of_the_caller(script, tmp_path):
 
 
 def test_test_runs_pytest_in_the_checkout(script):
-    done = script("test", "-q", "-p", "no:cacheprovider")
+    done = script("test", "-p", "no:cacheprovider")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 passed" in done.stdout
 
