@@ -78,7 +78,10 @@ class Trainer:
         args.state.mkdir(parents=True, exist_ok=True)
         self.log = open(args.out / "log.jsonl", "a", encoding="utf-8") if self.rank == 0 else None
         if not args.synthetic:
-            streams.unpack(args.data)
+            if self.rank == 0:
+                streams.unpack(args.data)
+            if self.world > 1:
+                dist.barrier()
             token_map = json.loads((args.data / "engram_token_map.json").read_text())
             classes = max(token_map) + 1
         else:
@@ -194,7 +197,7 @@ class Trainer:
         self.say(f"{name}: warm, {done}")
         if args.profile:
             self._profile(step, batches)
-        begin = shown = time.monotonic()
+        begin = shown = kept = time.monotonic()
         since, per_step = count, self.world * step.memory.batch * step.memory.length
         while True:
             now = time.monotonic()
@@ -207,6 +210,9 @@ class Trainer:
             if now - shown >= 5.0 and self.rank == 0:
                 self._show(segment, step, count, (count - since) * per_step / (now - shown), data)
                 shown, since = now, count
+            if now - kept >= 100.0 and self.rank == 0:
+                self._keep()
+                kept = now
         seen = self._show(segment, step, count, (count - since) * per_step
                           / max(1e-6, time.monotonic() - shown), data)
         data.close()
@@ -245,13 +251,16 @@ class Trainer:
         """The whole state here, and a small copy that travels."""
         if self.rank:
             return
-        tensors = self.p.snapshot()
-        state.save(self.args.state / "state.pt", {
-            "tensors": tensors, "facts": self.facts, "optimiser": self.optimiser.snapshot(),
-        })  # fmt: skip
+        tensors = self._keep()
         self.say(f"{segment.name}: saved {record}")
         files = state.pack(self.args.out, tensors, self.facts)
         self.say("packed " + " ".join(f"{f.name} {f.stat().st_size / 1e6:.1f} MB" for f in files))
+
+    def _keep(self) -> dict[str, torch.Tensor]:
+        tensors = self.p.snapshot()
+        saved = {"tensors": tensors, "facts": self.facts, "optimiser": self.optimiser.snapshot()}
+        state.save(self.args.state / "state.pt", saved)
+        return tensors
 
     def _evaluate(self, segment: Segment, step: Step) -> None:
         """Held-out bits per byte; whatever fails here costs nothing that was trained."""
