@@ -54,6 +54,7 @@ def command(
     environ = registry.environment()
     output = Output(json_mode=json_mode, color=color, environ=environ)
     settings = resolve(chosen, environ, source="flag")
+    output.level = settings.log_level
     for line in settings.warnings:
         output.warn(line)
     found = find()

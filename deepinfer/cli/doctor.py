@@ -77,6 +77,7 @@ def command(
     environ = registry.environment()
     output = Output(json_mode=json_mode, quiet=quiet, color=color, environ=environ)
     settings = resolve(chosen, environ, source="flag")
+    output.level = settings.log_level
     rows = checks.run_all(settings, environ)
     head = document("deepinfer.doctor/1", sys.argv[1:], settings.as_json(), find())
     report: dict[str, Any] = {**head, "checks": [row.as_json() for row in rows]}

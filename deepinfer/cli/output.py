@@ -13,9 +13,8 @@ from typing import Any, TextIO
 
 from deepinfer.errors import DeepinferError
 
-__all__ = ["MODES", "Output"]
+__all__ = ["Output"]
 
-MODES = ("human", "plain", "json", "quiet")
 _STYLE = {"error": "1;31", "warning": "33", "hint": "36", "dim": "2"}
 
 
@@ -23,7 +22,8 @@ class Output:
     """Where everything that is printed goes.
 
     `json_mode` and `quiet` silence talk except warnings (json) and errors (both). `color` is auto,
-    always or never; without it no meaning is lost, since colour only repeats a word.
+    always or never; without it no meaning is lost, since colour only repeats a word. `level` is
+    the setting `log_level`, once it is known.
     """
 
     def __init__(
@@ -35,6 +35,7 @@ class Output:
         environ: Mapping[str, str] | None = None,
     ) -> None:
         environ = environ or {}
+        self.level = "warning"
         self.out, self.err = sys.stdout, sys.stderr
         for stream in (self.out, self.err):
             # A stream that cannot encode a character shows its escape instead of failing.
@@ -72,9 +73,14 @@ class Output:
         if self.mode != "quiet":
             self._write_err(self._styled(_one_line(line), style))
 
+    def info(self, line: str) -> None:
+        """What only --log-level info shows."""
+        if self.level in ("info", "debug"):
+            self.note(line, "dim")
+
     def warn(self, line: str) -> None:
-        """A warning: one line, shown unless -q."""
-        if self.mode != "quiet":
+        """A warning: one line, shown unless -q or --log-level error."""
+        if self.mode != "quiet" and self.level != "error":
             self._write_err(self._styled("warning:", "warning") + " " + _one_line(line))
 
     def error(self, error: DeepinferError, **beside: Any) -> None:
@@ -114,8 +120,10 @@ class Output:
             table.add_column(header, overflow="fold")
         for row in rows:
             table.add_row(*(Text(_one_line(cell)) for cell in row))
-        system = "auto" if self.color else None
-        Console(file=self.out, color_system=system, highlight=False).print(table)
+        console = Console(
+            file=self.out, color_system="auto" if self.color else None, highlight=False
+        )
+        console.print(table)
 
     def _write_err(self, text: str) -> None:
         self.out.flush()

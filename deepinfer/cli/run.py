@@ -7,6 +7,7 @@ calls `deepinfer.LLM` and must not know how tokens are made.
 from __future__ import annotations
 
 import sys
+import time
 from typing import Annotated, Any
 
 import typer
@@ -90,6 +91,7 @@ def command(
     environ = registry.environment()
     output = Output(json_mode=json_mode, quiet=quiet, color=color, environ=environ)
     settings = resolve(chosen, environ, source="flag")
+    output.level = settings.log_level
     for line in settings.warnings:
         output.warn(line)
     text = read_prompt(prompt, prompt_text, prompt_file, output.note)
@@ -133,7 +135,9 @@ def _generate(output: Output, settings: Settings, text: str, params: Any) -> Any
             output.warn(line)
 
     made, result, ended = 0, None, True
+    started = time.perf_counter()
     llm = deepinfer.LLM.from_settings(settings, on_warning=warn)  # type: ignore[attr-defined]
+    output.info(f"the model was ready after {time.perf_counter() - started:.1f} s")
     try:
         for event in llm.stream(text, params):
             made += len(event.token_ids)

@@ -114,6 +114,14 @@ def test_di_53_effective_values_and_sources_are_in_the_report(cli):
     assert settings["DEEPINFER_USE_NEXTN_DECODE"]["source"] == "flag"
 
 
+def test_log_levels(cli):
+    assert "the model was ready after" in cli("run", "-p", "hi", "-v").err
+    assert "ready" not in cli("run", "-p", "hi").err
+    noisy = {"DEEPINFER_BATCH_INVARIENT": "1"}
+    assert "warning" in cli("run", "-p", "hi", **noisy).err
+    assert "warning" not in cli("run", "-p", "hi", "--log-level", "error", **noisy).err
+
+
 # sources of a prompt
 
 
