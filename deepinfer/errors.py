@@ -1,7 +1,7 @@
 """The errors a user can see: what went wrong, the facts, a command that helps, an exit status.
 
 Every room raises these for bad input, a missing device, a broken checkpoint or a size that does
-not fit; the command line turns them into text or JSON and an exit status, Python callers catch them.
+not fit; the command line turns them into text or JSON and an exit status, callers catch them.
 This file must not know torch, typer or rich, nor how an error is printed.
 """
 

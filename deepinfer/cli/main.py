@@ -30,6 +30,7 @@ from deepinfer.errors import (
     UsageError,
 )
 from deepinfer.settings import registry
+from deepinfer.settings.kinds import BadValue, boolean
 
 __all__ = ["app", "main"]
 
@@ -90,8 +91,11 @@ def _root(
 
 
 def _assembled() -> Any:
-    """The command tree. Typer converts every option without a default through a validation library
-    that takes longer to import than a help page takes to print; its completion switches get one."""
+    """The command tree, with defaults for Typer's own completion switches.
+
+    Typer converts an option without a default through a validation library, and importing that
+    takes longer than printing a help page.
+    """
     command = typer.main.get_command(app)
     for parameter in command.params:
         if parameter.name in ("install_completion", "show_completion"):
@@ -107,13 +111,6 @@ def main(argv: list[str] | None = None) -> int:
     environ = registry.environment()
     output = Output(json_mode="--json" in args, environ=environ)
     signals = _install_signals()
-    debug = environ.get("DEEPINFER_DEBUG", "").strip().lower() not in (
-        "",
-        "0",
-        "false",
-        "no",
-        "off",
-    )
     try:
         status = _assembled()(args or ["--help"], prog_name="deepinfer", standalone_mode=False)
         sys.stdout.flush()
@@ -129,7 +126,7 @@ def main(argv: list[str] | None = None) -> int:
         return _pipe_closed() if leaving.code == 1 else int(leaving.code or 0)
     except Exception as problem:
         error = _as_error(problem, args)
-        if debug or isinstance(error, InternalError):
+        if _debugging(environ) or isinstance(error, InternalError):
             traceback.print_exc()
         try:
             output.error(error)
@@ -140,6 +137,14 @@ def main(argv: list[str] | None = None) -> int:
     finally:
         for number, handler in signals.items():
             signal.signal(number, handler)
+
+
+def _debugging(environ: dict[str, str]) -> bool:
+    """DEEPINFER_DEBUG before settings are resolved; a malformed value is reported by `resolve`."""
+    try:
+        return bool(boolean.parse(environ.get("DEEPINFER_DEBUG", "").strip() or "0"))
+    except BadValue:
+        return False
 
 
 def _as_error(problem: Exception, args: list[str]) -> DeepinferError:
