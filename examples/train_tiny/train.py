@@ -112,10 +112,11 @@ class Trainer:
 
     def run(self) -> None:
         """All segments of the plan; the state is saved at the end of each."""
-        for segment in parse_plan(self.args.plan):
+        plan = parse_plan(self.args.plan)
+        for segment in plan:
             step = self._step(segment)
             trained = self._train(segment, step)
-            self.save(segment, trained)
+            self.save(segment, trained, travels=segment is plan[-1])
             self._evaluate(segment, step)
             del step
             if self.device.type == "cuda":
@@ -247,12 +248,14 @@ class Trainer:
                   speed=round(speed), rate=rate, repeated=data.repeated, **stats)
         return stats
 
-    def save(self, segment: Segment, record: dict) -> None:
-        """The whole state here, and a small copy that travels."""
+    def save(self, segment: Segment, record: dict, travels: bool) -> None:
+        """The whole state here, and a small copy that travels (it takes seconds to pack)."""
         if self.rank:
             return
         tensors = self._keep()
         self.say(f"{segment.name}: saved {record}")
+        if not travels:
+            return
         files = state.pack(self.args.out, tensors, self.facts)
         self.say("packed " + " ".join(f"{f.name} {f.stat().st_size / 1e6:.1f} MB" for f in files))
 
