@@ -15,6 +15,17 @@ from tests import t6
 SMALL = ("--max-num-seqs", "2", "--kv-cache-tokens", "4096", "--page-tokens", "128")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """The model is so small that a second thread only waits for the first."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return t6.write(tmp_path_factory.mktemp("models") / "t6", quantised=True)
@@ -35,7 +46,7 @@ def deepinfer(cli, model, monkeypatch):
 
 def test_text_json_quiet_and_python_agree(deepinfer, child, model, valid):
     asked = ("-p", "def f(x):", "-n", "12", "-t", "0", *SMALL)
-    text = child("run", "-m", model, *asked, fake=False)
+    text = child("run", "-m", model, *asked, fake=False, env={"OMP_NUM_THREADS": "1"})
     assert (text.status, text.err) == (0, "")
     document = deepinfer("run", *asked, "--json")
     result = valid("run", json.loads(document.out))
