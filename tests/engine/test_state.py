@@ -65,18 +65,18 @@ def poison_what_nobody_owns(llm: LLM) -> int:
 
 def test_window_memory_of_a_long_answer(tmp_path):
     """DI-05, speculation off: what a request holds is constant but for the pages of its context."""
-    ids, last = prompt(9), None
+    ids = prompt(9)
     rows, slots, pages = [], [], []
     with LLM(t6.write(tmp_path / "m"), **SMALL) as llm:
         pools, blocks = llm.parts.runner.pools, llm._policy.blocks
         pools.poison()
         size, free = pools.nbytes, blocks.free
-        for at, last in enumerate(llm.stream([ids], params(max_tokens=300)), start=1):
+        for delta in llm.stream([ids], params(max_tokens=300)):
             slots.append(llm._policy.slots_in_use)
             pages.append(free - blocks.free)
-            if at % 50 == 0:
+            if len(pages) % 50 == 0:
                 rows.append([int((ring != 0xFF).any(-1).sum()) for ring in pools.windows])
-        tokens = last.result.token_ids
+        tokens = delta.result.token_ids
         assert idle(llm) and blocks.free == free and pools.nbytes == size
         assert len(tokens) == 300
         # 16 records of the window in each of six layers, from token 50 to the last.
