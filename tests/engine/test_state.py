@@ -66,17 +66,18 @@ def poison_what_nobody_owns(llm: LLM) -> int:
 def test_window_memory_of_a_long_answer(tmp_path):
     """DI-05, speculation off: what a request holds is constant but for the pages of its context."""
     ids = prompt(9)
-    rows, slots, pages = [], [], []
+    rows, slots, pages, deltas = [], [], [], []
     with LLM(t6.write(tmp_path / "m"), **SMALL) as llm:
         pools, blocks = llm.parts.runner.pools, llm._policy.blocks
         pools.poison()
         size, free = pools.nbytes, blocks.free
         for delta in llm.stream([ids], params(max_tokens=300)):
+            deltas.append(delta)
             slots.append(llm._policy.slots_in_use)
             pages.append(free - blocks.free)
             if len(pages) % 50 == 0:
                 rows.append([int((ring != 0xFF).any(-1).sum()) for ring in pools.windows])
-        tokens = delta.result.token_ids
+        tokens = deltas[-1].result.token_ids
         assert idle(llm) and blocks.free == free and pools.nbytes == size
         assert len(tokens) == 300
         # 16 records of the window in each of six layers, from token 50 to the last.
