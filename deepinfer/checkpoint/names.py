@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from deepinfer.errors import InternalError
 from deepinfer.model.config import ModelConfig
 
 __all__ = [
@@ -60,7 +61,8 @@ class Parameter:
     @property
     def grid(self) -> tuple[int, int]:
         """Shape of the scales: one per block, the last block of a row or column may be partial."""
-        assert self.block is not None, f"{self.name} has no scales"
+        if self.block is None:
+            raise InternalError("no-scales", f"{self.name} has no scales")
         rows, cols = self.shape
         return (-(-rows // self.block[0]), -(-cols // self.block[1]))
 

@@ -1,4 +1,4 @@
-"""Rotary frequencies (plain and YaRN) and the tables of one forward pass: the plain one and the one of compressed layers.
+"""Rotary frequencies (plain and YaRN) and their tables in one forward pass.
 
 Comes in: the configuration and positions. Goes out: cos and sin per table. Layers with a
 compression ratio rotate *everything* (queries, window keys, entries, index) with the second table

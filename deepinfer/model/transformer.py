@@ -26,6 +26,7 @@ class Transformer:
     def __init__(self, config: ModelConfig, weights: Mapping[str, Any], ops: Ops):
         """``weights``: checkpoint name -> tensor or packed tensor, all on one device."""
         self.config, self.ops = config, ops
+        self.dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
         source = Source(weights, ops)
         self.embed = source.stored("embed.weight")
         self.blocks = [
@@ -46,7 +47,7 @@ class Transformer:
     def hidden(self, tokens: torch.Tensor, memory: Memory) -> torch.Tensor:
         """Collapsed streams [N, H] after the last layer, before the final norm."""
         config, ops = self.config, self.ops
-        streams = self.embed[tokens].unsqueeze(1).expand(-1, config.hc_mult, -1)
+        streams = self.embed[tokens].to(self.dtype).unsqueeze(1).expand(-1, config.hc_mult, -1)
         pre = first_pre(tokens.shape[0], config.hc_mult, streams.device)
         plain, compressed = self.rotary.tables(memory.positions, ops)
         for layer, w in zip(config.layers, self.blocks, strict=True):
