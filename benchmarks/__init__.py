@@ -1,0 +1,1 @@
+"""Measurements of deepinfer, each a script that runs alone: `python -m benchmarks.NAME`."""
