@@ -7,6 +7,7 @@ measured.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
@@ -72,6 +73,7 @@ def record(
         "steady": itself and STEADY[0] <= itself <= STEADY[1],
         "correct": correct,
         "git": git(),
+        "load": round(os.getloadavg()[0], 2),
         **more,
     }
 
