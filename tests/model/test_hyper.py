@@ -39,10 +39,11 @@ def one_row(high: int) -> torch.Tensor:
 
 
 def test_extremes():
-    """DI-10: all 0, all -80, one row +80 and the rest -80."""
+    """DI-10: all 0, all -80, one row +80 and the rest -80; and further out."""
     zero, low = torch.zeros(COPIES, COPIES), torch.full((COPIES, COPIES), -80.0)
     one_column = one_row(1).T.contiguous()
-    cases = torch.stack((zero, low, one_row(0), one_row(3), one_column))
+    beyond = 3 * one_row(2)  # exp of 240 is no float32
+    cases = torch.stack((zero, low, one_row(0), one_row(3), one_column, beyond, -beyond))
     comb = normalise(cases)
     assert comb.dtype == torch.float32 and comb.isfinite().all() and (comb >= 0).all()
     torch.testing.assert_close(comb[0], torch.full((4, 4), 0.25), rtol=0, atol=1e-5)
