@@ -18,7 +18,7 @@ from deepinfer.model.config import LayerSpec, ModelConfig
 from deepinfer.model.memory import Ops
 
 # Index scores held at once: rows x entries.
-_SCORES = 1 << 22
+_SCORES = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ class StepMemory:
                     _Batch(
                         self._tensor(rows[:, t : t + step]),
                         self._tensor(visible[:, t : t + step]),
-                        self._tensor(table),
+                        self._tensor(table[:, : visible[:, t : t + step].max()]),
                     )
                 )
         return batches

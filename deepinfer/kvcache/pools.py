@@ -77,7 +77,8 @@ class Pools:
         ratios = {i: config.compress_ratios[i] for i in config.kv_source_layer_ids}
 
         def records(fmt: RecordFormat, rows: int) -> torch.Tensor:
-            return torch.zeros((rows, fmt.nbytes), dtype=torch.uint8, device=device)
+            # Unwritten storage is never read, so it need not be cleared.
+            return torch.empty((rows, fmt.nbytes), dtype=torch.uint8, device=device)
 
         self.windows = [
             records(self.formats.window, slots * self.ring) for _ in range(config.num_hidden_layers)

@@ -30,6 +30,17 @@ def power_of_two(k: torch.Tensor) -> torch.Tensor:
     return torch.where(k > -127, (k + 127) << 23, torch.full_like(k, 1 << 22)).view(torch.float32)
 
 
+def power_above(t: torch.Tensor) -> torch.Tensor:
+    """2^ceil(log2 t) of positive normal float32 values up to 2^127; float32, exact."""
+    bits = t.view(torch.int32)
+    return ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+
+
+def scale_bytes(s: torch.Tensor) -> torch.Tensor:
+    """E8M0 bytes (uint8) of normal float32 powers of two."""
+    return (s.view(torch.int32) >> 23).to(torch.uint8)
+
+
 def scale_from_bytes(scales: torch.Tensor) -> torch.Tensor:
     """E8M0 bytes (uint8) as float32 multipliers: byte b is 2^(b - 127), 255 is NaN."""
     value = power_of_two(scales.int().clamp(max=254) - 127)
@@ -68,16 +79,27 @@ def _groups(x: torch.Tensor, group: int) -> torch.Tensor:
     return x.float().unflatten(-1, (-1, group))
 
 
+def _fp8(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    g = _groups(x, group)
+    amax = g.abs().amax(-1, keepdim=True).clamp_min(1e-4)
+    # 1 / 448 is rounded to float32, as every Python number that meets a float32 tensor.
+    scale = power_above(amax * (1 / E4M3_MAX))
+    return (g / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale
+
+
 def fp8_groups(x: torch.Tensor, group: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
     """FP8 activation quantiser: x [..., n] -> E4M3 codes [..., n], E8M0 bytes [..., n / group].
 
     a = max(max|x|, 1e-4), s = 2^ceil(log2(a * fl32(1/448))). ``n`` must be a multiple of ``group``.
     """
-    g = _groups(x, group)
-    amax = g.abs().amax(-1).clamp_min(1e-4)
-    k = exponent_ceil(amax * torch.tensor(1 / E4M3_MAX, dtype=torch.float32, device=x.device))
-    q = (g / power_of_two(k).unsqueeze(-1)).clamp(-E4M3_MAX, E4M3_MAX)
-    return q.to(torch.float8_e4m3fn).flatten(-2), (k + 127).to(torch.uint8)
+    codes, scale = _fp8(x, group)
+    return codes.flatten(-2), scale_bytes(scale).squeeze(-1)
+
+
+def fp8_rounded(x: torch.Tensor, group: int = 32) -> torch.Tensor:
+    """float32 values of x [..., n] after the FP8 activation quantiser: codes and back."""
+    codes, scale = _fp8(x, group)
+    return (codes.float() * scale).flatten(-2)
 
 
 def fp8_values(codes: torch.Tensor, scales: torch.Tensor, group: int = 32) -> torch.Tensor:
@@ -86,12 +108,12 @@ def fp8_values(codes: torch.Tensor, scales: torch.Tensor, group: int = 32) -> to
 
 
 def fp4_index_groups(x: torch.Tensor, group: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
-    """Index flavour of FP4: x [..., n] -> packed bytes [..., n / 2], E8M0 bytes [..., n / group]."""
+    """Index flavour of FP4: x [..., n] -> bytes [..., n / 2], E8M0 bytes [..., n / group]."""
     g = _groups(x, group)
-    amax = g.abs().amax(-1).clamp_min(6 * 2.0**-126)
-    k = exponent_ceil(amax * torch.tensor(1 / E2M1_MAX, dtype=torch.float32, device=x.device))
-    q = (g / power_of_two(k).unsqueeze(-1)).clamp(-E2M1_MAX, E2M1_MAX)
-    return pack_nibbles(e2m1_codes(q).flatten(-2)), (k + 127).to(torch.uint8)
+    amax = g.abs().amax(-1, keepdim=True).clamp_min(6 * 2.0**-126)
+    scale = power_above(amax * (1 / E2M1_MAX))
+    q = (g / scale).clamp(-E2M1_MAX, E2M1_MAX)
+    return pack_nibbles(e2m1_codes(q).flatten(-2)), scale_bytes(scale).squeeze(-1)
 
 
 def fp4_index_values(packed: torch.Tensor, scales: torch.Tensor, group: int = 32) -> torch.Tensor:

@@ -152,6 +152,4 @@ def over(name, worst):
     return {k: (v, limits[k]) for k, v in worst.items() if k in limits and v > limits[k]}
 
 
-
-
 __all__ = ["measure", "over", "rms"]

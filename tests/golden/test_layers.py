@@ -19,13 +19,25 @@ KINDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("which", ["short", "medium"])
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_layer_local(name, which):
-    measured = layers.measure(name, which)
-    print(name, which, {k: f"{v:.5f}" for k, v in sorted(measured.worst.items())})
+def test_layer_local(name):
+    """The limits of the golden README, which are those of the longer prompt."""
+    measured = layers.measure(name, "medium")
+    print(name, {k: f"{v:.5f}" for k, v in sorted(measured.worst.items())})
     assert KINDS - set(measured.seen) <= {"engram_gate", "engram_rows"}
     assert layers.over(name, measured.worst) == {}
+
+
+def test_layer_local_of_a_short_prompt():
+    """tiny-s, 5 tokens: bit for bit the golden data (float32 tensors: up to their own noise).
+
+    Not so tiny-k: its window of 128 puts compressed keys in the third block of 64 of the key list
+    (serving semantics §6), where the golden prefill of 5 tokens has everything in the first.
+    """
+    measured = layers.measure("tiny-s", "short")
+    assert set(measured.seen) == KINDS
+    for kind, figure in measured.worst.items():
+        assert figure <= (1e-6 if kind in ("router_weights", "engram_gate") else 0), kind
 
 
 def transposed_comb(x, streams, post, comb):
@@ -58,9 +70,7 @@ MISTAKES = {
         )
     },
     "index queries not quantised": {"quantise_index": lambda q: q},
-    "sink missing": {
-        "sparse_attention": lambda *a: memory.sparse_attention(*a[:-1], a[-1] - 1e4)
-    },
+    "sink missing": {"sparse_attention": lambda *a: memory.sparse_attention(*a[:-1], a[-1] - 1e4)},
 }
 
 

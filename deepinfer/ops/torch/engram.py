@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from deepinfer.ops.torch.rowwise import inverse_rms, row_sum, sigmoid
+from deepinfer.ops.torch.blocked import row_sum
+from deepinfer.ops.torch.rowwise import inverse_rms, sigmoid
 from deepinfer.quant import Packed, codec
 
 
@@ -56,7 +57,7 @@ def engram_gate(
     keys, value = kv.float().unflatten(-1, (copies + 1, hidden)).split((copies, 1), 1)
     g = q_weight.float() * k_weight.float()
     rho = inverse_rms(s, eps) * inverse_rms(keys, eps)
-    dot = row_sum((s * g * keys).double()).float() * rho * hidden**-0.5
+    dot = row_sum(s * g * keys).float() * rho * hidden**-0.5
     gate = sigmoid(torch.copysign(dot.abs().clamp_min(1e-6).sqrt(), dot))
     if image is not None:
         gate = gate.masked_fill(image.unsqueeze(-1), 0.0)

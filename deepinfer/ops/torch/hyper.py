@@ -38,39 +38,33 @@ def hc_split(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Mixes [N, C (2 + C)] -> pre, post, comb (Sinkhorn: columns, then rows and columns)."""
     c = copies
-    pre = sigmoid(m[:, :c] * scale[0] + base[:c]) + hc_eps
+    # A tensor: a Python number would be converted anew at each of the many additions.
+    eps = torch.tensor(hc_eps, device=m.device)
+    pre = sigmoid(m[:, :c] * scale[0] + base[:c]) + eps
     post = 2 * sigmoid(m[:, c : 2 * c] * scale[1] + base[c : 2 * c])
     a = (m[:, 2 * c :] * scale[2] + base[2 * c :]).unflatten(-1, (c, c))
     a = torch.exp(a - a.amax(-1, keepdim=True))
-    a = a / _sum(a, -1) + hc_eps
-    a = a / (_sum(a, -2) + hc_eps)
+    a = a / sum(a.split(1, -1)[1:], a[..., :1]) + eps
+    # Views of ``a``, which changes in place. Sums run from the first copy to the last.
+    columns, rows = a.unbind(-1), a.unbind(-2)
+    a.div_((sum(rows[1:], rows[0]) + eps).unsqueeze(-2))
     for _ in range(iterations - 1):
-        a = a / (_sum(a, -1) + hc_eps)
-        a = a / (_sum(a, -2) + hc_eps)
+        a.div_((sum(columns[1:], columns[0]) + eps).unsqueeze(-1))
+        a.div_((sum(rows[1:], rows[0]) + eps).unsqueeze(-2))
     return pre, post, a
-
-
-def _sum(a: torch.Tensor, dim: int) -> torch.Tensor:
-    """Sum over the few copies of ``dim``, first to last; the dimension stays with size 1."""
-    first, *others = a.split(1, dim)
-    for x in others:
-        first = first + x
-    return first
 
 
 def hc_collapse(streams: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
     """x [N, H] = sum_k pre[k] S[k], in the streams' dtype."""
-    total = pre[:, 0, None] * streams[:, 0].float()
-    for k in range(1, streams.shape[1]):
-        total = total + pre[:, k, None] * streams[:, k].float()
-    return total.to(streams.dtype)
+    terms = (pre.unsqueeze(-1) * streams).unbind(1)
+    return sum(terms[1:], terms[0]).to(streams.dtype)
 
 
 def hc_expand(
     x: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
 ) -> torch.Tensor:
     """S'[j] = post[j] x + sum_i comb[i][j] S[i]: the *first* index of comb is summed."""
-    total = comb[:, 0, :, None] * streams[:, 0, None, :].float()
+    total = comb[:, 0, :, None] * streams[:, :1]
     for i in range(1, streams.shape[1]):
-        total = total + comb[:, i, :, None] * streams[:, i, None, :].float()
-    return (post.unsqueeze(-1) * x.float().unsqueeze(1) + total).to(streams.dtype)
+        total = total + comb[:, i, :, None] * streams[:, i : i + 1]
+    return (post.unsqueeze(-1) * x.unsqueeze(1) + total).to(streams.dtype)

@@ -25,16 +25,19 @@ class Weight:
         self._keep = keep
         self._kept: torch.Tensor | None = None
 
-    def columns(self, index: int | None = None) -> torch.Tensor:
-        """float64 [..., G, 32, N]; with ``index``, of one matrix of the stack."""
+    def columns(self, index: int | None = None, groups: int | None = None) -> torch.Tensor:
+        """float64 [..., G, B, N]; with ``index``, of one matrix of the stack; with ``groups``, of
+        the matrix seen as a stack of that many."""
         if self._kept is None:
             if not self._keep:
-                return self._unpacked(self.source if index is None else self.source[index])
-            self._kept = self._unpacked(self.source)
+                return self._unpacked(self.source if index is None else self.source[index], groups)
+            self._kept = self._unpacked(self.source, groups)
         return self._kept if index is None else self._kept[index]
 
-    def _unpacked(self, source: Packed | torch.Tensor) -> torch.Tensor:
+    def _unpacked(self, source: Packed | torch.Tensor, groups: int | None) -> torch.Tensor:
         values = codec.unpack(source, torch.float32) if isinstance(source, Packed) else source
+        if groups is not None:
+            values = values.unflatten(-2, (groups, -1))
         return blocked.columns(values)
 
 
@@ -44,10 +47,8 @@ def prepare(source: Packed | torch.Tensor, keep: bool) -> Weight:
 
 
 def activation(x: torch.Tensor, quantised: bool) -> torch.Tensor:
-    """Left operand float64 [..., M, G, 32]: FP8-quantised (exact as it is) or snapped."""
-    if quantised:
-        return blocked.split(codec.fp8_values(*codec.fp8_groups(x)))
-    return blocked.snap(x)
+    """Left operand float64 [..., M, G, B] of x, FP8-quantised first if ``quantised``."""
+    return blocked.snap(codec.fp8_rounded(x) if quantised else x)
 
 
 def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
@@ -62,7 +63,6 @@ def linear_f32(x: torch.Tensor, weight: Weight) -> torch.Tensor:
 
 def grouped_linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
     """Block-diagonal y [M, G * r] of x [M, G, K] and W [G * r, K]; x is taken as it is."""
-    groups = x.shape[1]
-    w = weight.columns().unflatten(-1, (groups, -1)).movedim(-2, 0)
+    w = weight.columns(groups=x.shape[1])
     y = blocked.matmul(activation(x.transpose(0, 1), False), w)
     return y.transpose(0, 1).flatten(1).to(x.dtype)

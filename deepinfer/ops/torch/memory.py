@@ -9,14 +9,16 @@ from __future__ import annotations
 import torch
 
 from deepinfer.ops.torch import blocked
-from deepinfer.ops.torch.rowwise import row_sum
 from deepinfer.quant import codec
 from deepinfer.quant.records import RecordFormat
 
 KEY_BLOCK = 64
-# Keys are added in this many interleaved lanes, the lanes pairwise at the end.
-_LANES = 8
-_ROWS = 64
+# Keys times queries, and probabilities times keys, are exact sums in float64: a key is an integer
+# of 22 bits times a power of two. 512 (64) products with 22 (25) bits beside it stay below 2^53.
+_KEY_BITS = 22
+_WEIGHT_BITS = 25
+# Gathered float64 keys held at once (bytes): small enough to stay in a cache.
+_LIMIT = 8 << 20
 
 
 def pool(v: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
@@ -42,8 +44,8 @@ def index_scores(q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor) -> tor
     left = blocked.snap(q.flatten(1, 2))
     dots = blocked.matmul(left, blocked.snap(k).movedim(1, -1)).to(q.dtype)
     dots = dots.unflatten(1, q.shape[1:3])
-    terms = (dots.relu() * weights.unsqueeze(-1)).float()
-    return row_sum(terms.movedim(2, -1)).to(q.dtype)
+    terms = dots.relu() * weights.unsqueeze(-1)
+    return blocked.row_sum(terms.movedim(2, -1)).float().to(q.dtype)
 
 
 def _sortable(scores: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
@@ -66,7 +68,9 @@ def select(
     ok = torch.arange(n, device=scores.device) < visible.unsqueeze(-1)
     if allowed is not None:
         ok = ok & allowed
-    order = torch.sort(_sortable(scores, ok), dim=-1, descending=True, stable=True).indices[..., :k]
+    # The index in the low bits leaves no ties, and puts the lower index first.
+    key = (_sortable(scores, ok).long() << 31) - torch.arange(n, device=scores.device)
+    order = key.topk(min(k, n), dim=-1, sorted=False).indices
     order = torch.where(ok.gather(-1, order), order, n).sort(-1).values
     order = torch.where(order < n, order, -1)
     return torch.nn.functional.pad(order, (0, k - order.shape[-1]), value=-1)
@@ -110,58 +114,63 @@ def sparse_attention(
     ``entries``. Columns are visited in blocks of 64, window first; softmax in float32 with a
     running maximum, probabilities rounded to q's dtype for the product. A row without a key is 0.
     """
-    out = torch.empty_like(q)
-    for i in range(0, q.shape[0], _ROWS):
-        rows = slice(i, i + _ROWS)
-        keys, valid = _gather(window, window_slots[rows], window_format)
-        if entries is not None:
-            more, more_valid = _gather(entries, entry_slots[rows], entry_format)
-            keys, valid = torch.cat((keys, more), 1), torch.cat((valid, more_valid), 1)
-        out[rows] = attend(q[rows], keys, valid, sink)
-    return out
-
-
-def _gather(pool: torch.Tensor, slots: torch.Tensor, fmt: RecordFormat):
-    """Decoded records [N, columns, D] (0 where there is none) and their mask."""
-    valid = slots >= 0
-    unique, where = torch.unique(slots.clamp_min(0), return_inverse=True)
-    keys = fmt.decode(pool[unique])[where]
-    return keys.masked_fill(~valid.unsqueeze(-1), 0), valid
+    # Slot -1 is the last record: bytes of zero decode to a key of zeros.
+    zero = torch.nn.functional.pad
+    if entries is None:
+        return attend(q, window_format.decode(zero(window, (0, 0, 0, 1))), window_slots, sink)
+    keys = window_format.decode(window)
+    used, where = torch.unique(entry_slots.clamp_min(0), return_inverse=True)
+    where = torch.where(entry_slots < 0, -1, where + keys.shape[0])
+    keys = torch.cat((keys, entry_format.decode(zero(entries[used], (0, 0, 0, 1)))))
+    return attend(q, keys, torch.cat((window_slots, where), 1), sink)
 
 
 def attend(
-    q: torch.Tensor, keys: torch.Tensor, valid: torch.Tensor, sink: torch.Tensor
+    q: torch.Tensor, keys: torch.Tensor, slots: torch.Tensor, sink: torch.Tensor
 ) -> torch.Tensor:
-    """The attention core on gathered keys [N, L, D] with mask [N, L]; see ``sparse_attention``."""
-    n, heads, dim = q.shape
-    pad = -keys.shape[1] % KEY_BLOCK
-    keys = torch.nn.functional.pad(keys, (0, 0, 0, pad))
-    valid = torch.nn.functional.pad(valid, (0, pad))
-    left = blocked.snap(q)
-    peak = torch.full((n, heads), -1e30, device=q.device)
-    total = torch.zeros((n, heads), dtype=torch.float64, device=q.device)
-    acc = torch.zeros((n, heads, dim), dtype=torch.float64, device=q.device)
-    for start in range(0, keys.shape[1], KEY_BLOCK):
-        k = keys[:, start : start + KEY_BLOCK]
-        mask = valid[:, None, start : start + KEY_BLOCK]
-        # Decoded records are integers of at most 24 bits within a block of 32: no snap needed.
-        right = blocked.split(k) if k.dtype == torch.bfloat16 else blocked.snap(k)
-        logits = blocked.matmul(left, right.movedim(1, -1)) * dim**-0.5
-        logits = logits.masked_fill(~mask, -torch.inf)
-        new_peak = torch.maximum(peak, logits.amax(-1))
-        p = torch.exp(logits - new_peak.unsqueeze(-1))
-        alpha = torch.exp(peak - new_peak)
-        total = total * alpha + row_sum(p.double())
-        acc = acc * alpha.unsqueeze(-1) + _weighted_sum(p.to(q.dtype), k)
-        peak = new_peak
-    total = total + torch.exp(sink - peak)
-    return (acc / total.unsqueeze(-1)).float().to(q.dtype)
+    """The attention core: keys [U, D], the last one zero, slots int64 [N, L] into them, -1: none;
+    see ``sparse_attention``."""
+    dim = q.shape[-1]
+    slots = torch.nn.functional.pad(slots, (0, -slots.shape[1] % KEY_BLOCK), value=-1)
+    scale = 2 * blocked.power_below(keys.abs().amax(-1, keepdim=True).double())
+    scale = torch.where(scale == 0, 1.0, scale)
+    # In (-1, 1), rounded to multiples of 2^-22.
+    magic = 1.5 * 2.0 ** (52 - _KEY_BITS)
+    keys = keys.double().div_(scale).add_(magic).sub_(magic)
+    left = blocked.fix(q.double(), min(_KEY_BITS, 53 - _KEY_BITS - (dim - 1).bit_length()))
+    step = max(1, _LIMIT // (8 * dim * slots.shape[1]))
+    parts = [
+        _attend(rows, keys[c], scale[c].squeeze(-1), c >= 0, sink, q.dtype)
+        for rows, c in zip(left.split(step), slots.split(step), strict=True)
+    ]
+    return torch.cat(parts)
 
 
-def _weighted_sum(p: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """sum_j p[N, heads, j] v[N, j, D]: eight lanes of keys in float64, added pairwise."""
-    p, v = p.double(), v.double()
-    acc = p[:, :, :_LANES, None] * v[:, None, :_LANES]
-    for j in range(_LANES, v.shape[1], _LANES):
-        acc = acc + p[:, :, j : j + _LANES, None] * v[:, None, j : j + _LANES]
-    return row_sum(acc.movedim(2, -1))
+def _attend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    scale: torch.Tensor,
+    valid: torch.Tensor,
+    sink: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Fixed q [R, heads, D] over gathered keys [R, L, D] times scale [R, L]; -> ``dtype``."""
+    # The factor is rounded to float32 as everywhere; the product with it once more.
+    factor = scale * torch.tensor(q.shape[-1] ** -0.5, device=q.device).double()
+    logits = torch.matmul(q, keys.mT) * factor.unsqueeze(1)
+    logits = logits.float().masked_fill(~valid.unsqueeze(1), -torch.inf)
+    logits = logits.unflatten(-1, (-1, KEY_BLOCK))
+    peak = logits.amax(-1).clamp_min(-1e30).cummax(-1).values
+    p = torch.exp(logits - peak.unsqueeze(-1))
+    # Rounded to multiples of 2^-46, so that the sum of 64 is exact.
+    totals = ((p.double() + 96.0) - 96.0).sum(-1).float()
+    weights = p.to(dtype).double() * scale.unflatten(-1, (-1, KEY_BLOCK)).unsqueeze(1)
+    weights = blocked.fix(weights, _WEIGHT_BITS).transpose(1, 2)
+    sums = torch.matmul(weights, keys.unflatten(1, (-1, KEY_BLOCK)))
+    total, acc = totals[..., 0], sums[:, 0]
+    for b in range(1, peak.shape[-1]):
+        alpha = torch.exp(peak[..., b - 1] - peak[..., b])
+        total = total * alpha + totals[..., b]
+        acc = acc * alpha.unsqueeze(-1) + sums[:, b]
+    total = total + torch.exp(sink - peak[..., -1])
+    return (acc.float() * (1.0 / total).unsqueeze(-1)).to(dtype)

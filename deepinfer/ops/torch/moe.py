@@ -10,7 +10,7 @@ import torch
 
 from deepinfer.ops.torch import blocked
 from deepinfer.ops.torch.linear import Weight, activation
-from deepinfer.ops.torch.rowwise import row_sum, silu, softplus
+from deepinfer.ops.torch.rowwise import silu, softplus
 
 
 def router(
@@ -25,30 +25,34 @@ def router(
     ids = torch.sort(s + bias, dim=-1, descending=True, stable=True).indices[:, :k]
     weights = s.gather(-1, ids)
     if normalise and k > 1:
-        weights = weights / (row_sum(weights).unsqueeze(-1) + 1e-20)
+        weights = weights / (blocked.row_sum(weights).float().unsqueeze(-1) + 1e-20)
     return ids, weights * scale
 
 
-def expert(
-    x: torch.Tensor,
-    row_weight: torch.Tensor | None,
-    w1: torch.Tensor,
-    w3: torch.Tensor,
-    w2: torch.Tensor,
-    quantised: bool,
-    limit: float,
-) -> torch.Tensor:
-    """SwiGLU of x [M, H] with clamps; ``row_weight`` [M] multiplies before w2's input is rounded.
+def _hidden(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:
+    """Clamped SwiGLU, float32."""
+    return silu(gate.float().clamp_max(limit)) * up.float().clamp(-limit, limit)
 
-    w1, w3, w2 are right operands of ``blocked.matmul``. Returns x's dtype [M, H].
+
+def expert(
+    x: torch.Tensor, w1: Weight, w3: Weight, w2: Weight, limit: float, row_weight=None
+) -> torch.Tensor:
+    """SwiGLU of x [M, H] with clamps, in x's dtype.
+
+    ``row_weight`` [M] multiplies before w2's input is rounded.
     """
-    left = activation(x, quantised)
-    gate = blocked.matmul(left, w1).to(x.dtype).float().clamp_max(limit)
-    up = blocked.matmul(left, w3).to(x.dtype).float().clamp(-limit, limit)
-    h = silu(gate) * up
+    left = activation(x, w1.quantised)
+    gate, up = (blocked.matmul(left, w.columns()).to(x.dtype) for w in (w1, w3))
+    h = _hidden(gate, up, limit)
     if row_weight is not None:
         h = h * row_weight.unsqueeze(-1)
-    return blocked.matmul(activation(h.to(x.dtype), quantised), w2).to(x.dtype)
+    return blocked.matmul(activation(h.to(x.dtype), w2.quantised), w2.columns()).to(x.dtype)
+
+
+def _routed(left: torch.Tensor, ids: list[int], counts: list[int], weight: Weight) -> torch.Tensor:
+    """Rows ``left`` [P, G, B], sorted by expert, each times its expert's matrix."""
+    parts = zip(ids, left.split(counts), strict=True)
+    return torch.cat([blocked.matmul(x, weight.columns(e)) for e, x in parts])
 
 
 def moe(
@@ -59,16 +63,23 @@ def moe(
     shared: tuple[Weight, Weight, Weight],
     limit: float,
 ) -> torch.Tensor:
-    """Routed experts (w1, w3, w2 stacks [E, ...]) plus the shared one; one rounding at the end."""
+    """Routed experts (w1, w3, w2 stacks [E, ...]) in id order, then the shared one; one rounding
+    at the end."""
+    if not x.shape[0]:
+        return x
     w1, w3, w2 = experts
-    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for e in torch.unique(ids).tolist():
-        rows, choice = (ids == e).nonzero(as_tuple=True)
-        y = expert(
-            x[rows], weights[rows, choice], w1.columns(e), w3.columns(e), w2.columns(e),
-            w1.quantised, limit,
-        )  # fmt: skip
-        total[rows] += y.float()
-    s1, s3, s2 = shared
-    y = expert(x, None, s1.columns(), s3.columns(), s2.columns(), s1.quantised, limit)
-    return (total + y.float()).to(x.dtype)
+    k = ids.shape[1]
+    ids, order = ids.sort(-1)
+    # (row, choice) pairs sorted by expert; ``back`` finds them again.
+    pairs = ids.flatten().sort(stable=True).indices
+    back = pairs.argsort()
+    names, counts = (t.tolist() for t in torch.unique(ids, return_counts=True))
+    left = activation(x, w1.quantised)[pairs // k]
+    gate, up = (_routed(left, names, counts, w).to(x.dtype) for w in (w1, w3))
+    h = _hidden(gate, up, limit) * weights.gather(-1, order).flatten()[pairs].unsqueeze(-1)
+    y = _routed(activation(h.to(x.dtype), w2.quantised), names, counts, w2).to(x.dtype)
+    y = y[back].unflatten(0, (-1, k)).float()
+    total = y[:, 0]
+    for choice in range(1, k):
+        total = total + y[:, choice]
+    return (total + expert(x, *shared, limit).float()).to(x.dtype)

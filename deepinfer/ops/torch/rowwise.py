@@ -1,7 +1,7 @@
-"""Row-wise reference ops: fixed-order sums, transcendental functions, RMSNorm and RoPE.
+"""Row-wise reference ops: transcendental functions, RMSNorm and RoPE.
 
 Comes in: rows [tokens, ...]. Goes out: rows. Only functions whose vectorised and scalar code paths
-agree are used: exp, log1p, cos, sin, rsqrt. torch's own sigmoid, silu and softplus give an element
+agree are used: exp, log1p, cos, sin, sqrt. torch's own sigmoid, silu and softplus give an element
 other bits in the tail of a vector than in its body. Source: model spec §3.0.
 """
 
@@ -9,16 +9,7 @@ from __future__ import annotations
 
 import torch
 
-
-def row_sum(x: torch.Tensor) -> torch.Tensor:
-    """Sum over the last dimension as a tree whose shape depends on its length alone."""
-    n = x.shape[-1]
-    while n > 1:
-        half = n // 2
-        head = x[..., :half] + x[..., half : 2 * half]
-        x = torch.cat((head, x[..., 2 * half :]), -1) if n % 2 else head
-        n = x.shape[-1]
-    return x[..., 0]
+from deepinfer.ops.torch.blocked import row_sum
 
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
@@ -39,8 +30,7 @@ def softplus(x: torch.Tensor) -> torch.Tensor:
 def inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
     """1 / sqrt(mean(x^2) + eps) over the last dimension of ``x``; float32 [...]."""
     x = x.double()
-    mean = (row_sum(x * x) / x.shape[-1]).float()
-    return torch.rsqrt(mean + eps)
+    return (1.0 / torch.sqrt(row_sum(x * x) / x.shape[-1] + eps)).float()
 
 
 def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
