@@ -4,6 +4,7 @@
 #   ./build.sh test [pytest options]     set up, then run the tests
 #   ./build.sh [build options]           set up, then `deepinfer build` for DEEPINFER_ACCELERATOR
 set -euo pipefail
+export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}  # idle threads sleep: a busy neighbour costs little
 here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
 key=$({ cat "$here"/{pyproject.toml,setup.py,constraints-cpu.txt}; echo "$here"; } | cksum | tr ' ' -)
 # A Python that has all that is needed is used as it is (a GPU machine, perhaps without a network).

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from deepinfer.errors import InternalError
-from deepinfer.model.config import ModelConfig
+from deepinfer.model.config import ModelConfig, VisionConfig
 
 __all__ = [
     "Parameter",
@@ -210,9 +210,8 @@ class _Table:
         self.plain(f"mtp.{last}.markov_head.head.weight", c.vocab_size, rank)
         self.plain(f"mtp.{last}.confidence_head.proj.weight", 1, c.hidden_size + rank)
 
-    def vision(self) -> None:
-        v, hidden = self.c.vision, self.c.hidden_size
-        assert v is not None, "called with vision on only"
+    def vision(self, v: VisionConfig) -> None:
+        hidden = self.c.hidden_size
         self.group = "vision"
         for mark in IMAGE_MARKS:
             self.plain(mark, hidden)
@@ -259,7 +258,7 @@ def parameters(config: ModelConfig, vision: bool = True) -> dict[str, Parameter]
     if config.num_nextn_predict_layers:
         table.draft()
     if vision and config.vision is not None:
-        table.vision()
+        table.vision(config.vision)
     return table.found
 
 

@@ -108,6 +108,7 @@ def _assembled() -> Any:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return the exit status; never raises."""
     args = sys.argv[1:] if argv is None else list(argv)
+    registry.rest_idle_threads()
     environ = registry.environment()
     output = Output(json_mode="--json" in args, environ=environ)
     signals = _install_signals()

@@ -39,12 +39,12 @@ def case_tensors(name: str, case: dict[str, Any]) -> dict[str, Any]:
 
 
 @functools.cache
-def _parts(name: str):
+def _parts(name: str, device: str = "cpu"):
     from deepinfer.checkpoint.layout import open_checkpoint, read_token_map
     from deepinfer.checkpoint.load import load_weights
 
     checkpoint = open_checkpoint(GOLDEN / name / "checkpoint")
-    weights = load_weights(checkpoint, draft=False)
+    weights = load_weights(checkpoint, device, draft=False)
     return checkpoint.config, weights, read_token_map(checkpoint.token_map_file, checkpoint.config)
 
 
@@ -52,15 +52,15 @@ def engram_layers(name: str) -> tuple[int, ...]:
     return _parts(name)[0].engram_layer_ids
 
 
-def runner(name: str, slots: int = 16, pages: int = 128, page_tokens: int = 128):
+def runner(name: str, device: str = "cpu"):
     """A fresh runner over the golden checkpoint; its pools hold NaN patterns until written."""
     from deepinfer.engine.runner import Runner
     from deepinfer.ops import registry
 
-    config, weights, token_map = _parts(name)
+    config, weights, token_map = _parts(name, device)
     made = Runner(
-        config, weights, registry.build("cpu"),
-        slots=slots, pages=pages, page_tokens=page_tokens, token_map=token_map,
+        config, weights, registry.build(device),
+        slots=16, pages=128, page_tokens=128, device=device, token_map=token_map,
     )  # fmt: skip
     made.pools.poison()
     return made
