@@ -113,16 +113,15 @@ class _Source:
             if isinstance(value, Packed):
                 raise ValueError(f"{name} is packed, but stored as {p.dtype}")
             return value.detach().to("cpu", TYPES[p.dtype])
-        packed = self._packed(p, value)
+        packed = self._packed(p, value, p.block)
         return packed.scales if name == p.scale_name else packed.codes
 
-    def _packed(self, p: Parameter, value: torch.Tensor | Packed) -> Packed:
+    def _packed(self, p: Parameter, value: torch.Tensor | Packed, block: tuple[int, int]) -> Packed:
         # Codes and scales are asked for one after the other: keep the last one quantised.
         if self.packed is None or self.packed[0] != p.name:
-            assert p.block is not None, "only quantised parameters are packed"
             if not isinstance(value, Packed):
-                value = codec.pack(value.detach().to("cpu", torch.float32), p.kind, p.block)
-            elif (value.kind, tuple(value.block)) != (p.kind, p.block):
+                value = codec.pack(value.detach().to("cpu", torch.float32), p.kind, block)
+            elif (value.kind, tuple(value.block)) != (p.kind, block):
                 raise ValueError(f"{p.name} is packed as {value.kind} {value.block}, not {p.kind}")
             self.packed = (p.name, value.to("cpu"))
         return self.packed[1]

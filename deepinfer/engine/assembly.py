@@ -6,6 +6,7 @@ read. It must not know requests or the loop that will use the parts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -88,13 +89,14 @@ def assemble(settings: Settings) -> Parts:
     accelerator = detect.pick(settings.accelerator, settings.origin("accelerator"))
     settings = for_device(settings, accelerator)
     device = _DEVICES[accelerator]
-    ops = registry.build(device, [f"{op}={name}" for op, name in settings.backend.items()])
     config = _with_dtype(checkpoint.config, settings.dtype)
     tokenizer = None
     if checkpoint.tokenizer_file:
-        tokenizer = Tokenizer(checkpoint.tokenizer_file, config.bos_token_id)
+        tokenizer = Tokenizer(checkpoint.tokenizer_file, config.bos_token_id, config.vocab_size)
     token_map = _token_map(checkpoint)
-    free = _free_bytes(device) - checkpoint.weight_bytes
+    free, keep = plan_weights(checkpoint, _free_bytes(device))
+    overrides = [f"{op}={name}" for op, name in settings.backend.items()]
+    ops = registry.build(device, overrides, keep_weights=keep)
     sizes, warnings = plan_sizes(settings, config, free)
     weights = load_weights(checkpoint, device, draft=False)
     runner = Runner(
@@ -117,6 +119,28 @@ def assemble(settings: Settings) -> Parts:
         settings=settings.as_json(),
         warnings=(*settings.warnings, *weights.report.warnings, *warnings),
     )
+
+
+def plan_weights(checkpoint: Checkpoint, free: int) -> tuple[int, bool]:
+    """Bytes left of `free` once the weights are in, and whether the torch back end may keep them
+    unpacked (eight bytes each), which it does where that takes at most half of what is left.
+
+    Raises CapacityError weights-too-big.
+    """
+    from deepinfer.checkpoint.names import parameters
+
+    left = free - checkpoint.weight_bytes
+    if left <= 0:
+        raise CapacityError(
+            "weights-too-big",
+            f"the weights do not fit: {checkpoint.weight_bytes / 2**30:.1f} GiB",
+            [f"free {max(free, 0) / 2**30:.1f} GiB"],
+            "deepinfer run without -m, for the embedded model",
+        )
+    held = parameters(checkpoint.config, vision=False).values()
+    unpacked = 8 * sum(math.prod(p.shape) for p in held if p.group == "target")
+    keep = unpacked <= left // 2
+    return left - (unpacked if keep else 0), keep
 
 
 def plan_sizes(settings: Settings, config: ModelConfig, free: int) -> tuple[Sizes, tuple[str, ...]]:
@@ -194,7 +218,15 @@ def _token_map(checkpoint: Checkpoint) -> tuple[int, ...] | None:
         return read_token_map(checkpoint.token_map_file, checkpoint.config)
     if checkpoint.tokenizer_file:
         text = checkpoint.tokenizer_file.read_text(encoding="utf-8")
-        return tuple(compute_token_map(text)[0])
+        try:
+            return tuple(compute_token_map(text)[0])
+        except ValueError as problem:
+            raise CheckpointError(
+                "token-map-invalid",
+                f"{checkpoint.tokenizer_file.name} gives no Engram token map",
+                [str(problem)],
+                "put engram_token_map.json beside config.json",
+            ) from None
     return None
 
 

@@ -48,9 +48,12 @@ class Ops:
 
 def implementation(spec: OpSpec, backend: str) -> Callable[..., Any] | None:
     """The function of ``spec`` in ``backend``, or None if that back end does not hold it."""
+    name = f"deepinfer.ops.{backend}.{spec.family}"
     try:
-        module = importlib.import_module(f"deepinfer.ops.{backend}.{spec.family}")
-    except ModuleNotFoundError:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as missing:
+        if not name.startswith(missing.name or name):
+            raise  # the module is there; something that it needs is not
         return None
     return getattr(module, spec.name, None)
 

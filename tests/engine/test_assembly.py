@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from deepinfer.engine.assembly import plan_sizes
+from deepinfer.checkpoint.names import parameters
+from deepinfer.engine.assembly import plan_sizes, plan_weights
 from deepinfer.errors import CapacityError, UsageError
 from deepinfer.kvcache.pools import bytes_per_slot, bytes_per_token
 from deepinfer.settings import resolve
@@ -71,3 +73,29 @@ def test_the_planning_half_needs_no_torch():
     )
     root = Path(__file__).parents[2]
     subprocess.run([sys.executable, "-c", code], check=True, cwd=root, timeout=60)
+
+
+class Stored:
+    """What `plan_weights` reads of a checkpoint."""
+
+    config = CONFIG
+
+    def __init__(self, weight_bytes):
+        self.weight_bytes = weight_bytes
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_read():
+    with pytest.raises(CapacityError) as caught:
+        plan_weights(Stored(8 << 30), 4 << 30)
+    assert caught.value.code == "weights-too-big"
+    assert "8.0 GiB" in str(caught.value) and "4.0 GiB" in str(caught.value)
+
+
+def test_unpacked_weights_are_kept_only_where_there_is_room():
+    unpacked = 8 * sum(
+        math.prod(p.shape) for p in parameters(CONFIG, vision=False).values() if p.group == "target"
+    )
+    left, keep = plan_weights(Stored(1 << 20), (1 << 20) + 2 * unpacked)
+    assert keep and left == unpacked
+    left, keep = plan_weights(Stored(1 << 20), (1 << 20) + 2 * unpacked - 1)
+    assert not keep and left == 2 * unpacked - 1

@@ -86,6 +86,8 @@ def test_nothing_to_choose_adds_nothing():
 
 def test_candidate_blocks_at_the_edges():
     """The newest visible block always stays; nothing visible, no block (model spec §3.7)."""
+    nothing = OPS.candidate_blocks(torch.zeros(1, 3, 0), torch.zeros(1, 3, dtype=torch.int64), 2, 2)
+    assert nothing.shape == (1, 3, 0) and nothing.dtype == torch.bool
     scores = torch.tensor([[[9.0, 9.0, 1.0, 1.0, 5.0, NAN, NAN, NAN]] * 4])
     visible = torch.tensor([[0, 1, 5, 4]])
     kept = OPS.candidate_blocks(scores, visible, 2, 2)[0].tolist()

@@ -4,8 +4,8 @@ K is cut into blocks of 128. Inside a block both operands are rounded to integer
 one power of two, so their 128 products sum to at most 2^53: a float64 matmul is *exact*, in any
 order, with any blocking, on any device. The block sums are added in K order, in float64, and the
 total is rounded to float32 once. No row can therefore feel the number of rows, a chunk boundary or
-the BLAS that ran. The rounding is an error of at most 2^-24 of the block's largest magnitude:
-float32's own resolution. Operands of FP8, FP4 and bf16 nearly always are such integers already.
+the BLAS that ran. The rounding is an error of at most 2^-23 of the block's largest magnitude,
+twice that of a float32. Operands of FP8, FP4 and bf16 nearly always are such integers already.
 """
 
 from __future__ import annotations

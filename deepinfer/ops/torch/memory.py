@@ -84,6 +84,8 @@ def candidate_blocks(
     A block's score is its best visible entry; the block of the newest visible entry always stays.
     """
     n = scores.shape[-1]
+    if not n:
+        return torch.zeros_like(scores, dtype=torch.bool)
     blocks = -(-n // size)
     ok = torch.arange(n, device=scores.device) < visible.unsqueeze(-1)
     key = torch.nn.functional.pad(
