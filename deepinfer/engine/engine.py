@@ -168,11 +168,15 @@ class LLM:
     # a call comes and goes
 
     def _read(self, prompts: object, sampling_params: object) -> list[Asked]:
-        if self.parts is None:
-            raise UsageError("engine-closed", "this engine is closed", hint="make a new LLM")
+        self._check_open()
         return self._intake.read(prompts, sampling_params)
 
+    def _check_open(self) -> None:
+        if self.parts is None:
+            raise UsageError("engine-closed", "this engine is closed", hint="make a new LLM")
+
     def _deltas(self, asked: Sequence[Asked]) -> Iterator[TokenDelta]:
+        self._check_open()  # it may have been closed since `stream` was called
         call = _Call()
         try:
             self._submit(call, asked)

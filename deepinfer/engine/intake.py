@@ -6,6 +6,7 @@ goes out, with a problem where that one cannot run. It must not know what is run
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,6 +31,7 @@ class Intake:
     def __init__(self, parts: Parts, blocks: BlockAllocator) -> None:
         self._tokenizer = parts.tokenizer
         self._vocab = parts.vocab_size
+        self._eos_ids = parts.eos_ids
         self._limit = parts.sizes.max_model_len
         self._blocks = blocks
 
@@ -104,8 +106,25 @@ class Intake:
                 [f"stop={list(params.stop)!r}"],
                 "use stop_token_ids",
             )
-        return self._foreign("logit_bias", list(params.logit_bias or ())) or self._foreign(
-            "stop_token_ids", params.stop_token_ids
+        return (
+            self._foreign("logit_bias", list(params.logit_bias or ()))
+            or self._foreign("stop_token_ids", params.stop_token_ids)
+            or self._all_forbidden(params)
+        )
+
+    def _all_forbidden(self, params: SamplingParams) -> UsageError | None:
+        """Is no id left for the first token?"""
+        bias = params.logit_bias or {}
+        banned = {token for token, value in bias.items() if value == -math.inf}
+        if params.min_tokens:
+            banned.update(params.stop_token_ids, () if params.ignore_eos else self._eos_ids)
+        if params.max_tokens == 0 or len(banned) < self._vocab:
+            return None
+        return UsageError(
+            "nothing-to-choose",
+            f"all {self._vocab:,} token ids are forbidden",
+            ["logit_bias forbids an id with -inf; min_tokens forbids what ends an answer"],
+            "leave at least one id allowed",
         )
 
     def _too_big(self, request: Request) -> CapacityError | None:
@@ -127,14 +146,14 @@ def _prompts(got: object) -> list[str | tuple[int, ...]]:
     """The prompts of a call as a list of texts and tuples of ids."""
     if isinstance(got, str) or _is_ids(got):
         got = [got]
-    elif not isinstance(got, Sequence):
+    elif not _is_list(got):
         raise _not_a_prompt("prompts", got)
     out: list[str | tuple[int, ...]] = []
     for at, prompt in enumerate(got):
         if isinstance(prompt, str):
             out.append(prompt)
             continue
-        if not _is_ids(prompt) and not (isinstance(prompt, Sequence) and len(prompt) == 0):
+        if not _is_ids(prompt) and not (_is_list(prompt) and len(prompt) == 0):
             raise _not_a_prompt(f"prompts[{at}]", prompt)
         try:
             out.append(tuple(token.__index__() for token in prompt))
@@ -143,13 +162,26 @@ def _prompts(got: object) -> list[str | tuple[int, ...]]:
     return out
 
 
+def _is_list(got: object) -> bool:
+    """A sequence, or an array of at least one dimension: numpy's and torch's are no Sequence."""
+    return isinstance(got, Sequence) or _dimensions(got) > 0
+
+
 def _is_ids(got: object) -> bool:
     """A list of whole numbers, at least one; numpy's and torch's count."""
     if isinstance(got, (str, bytes)) or not hasattr(got, "__len__") or not hasattr(got, "__iter__"):
         return False
+    if getattr(got, "ndim", 1) != 1:  # a single number in an array, or rows
+        return False
+    # An array has __index__ too, but it is a row of ids and no id.
     return len(got) > 0 and all(
-        hasattr(token, "__index__") and not isinstance(token, bool) for token in got
+        hasattr(token, "__index__") and not isinstance(token, bool) and not _dimensions(token)
+        for token in got
     )
+
+
+def _dimensions(got: object) -> int:
+    return getattr(got, "ndim", 0)
 
 
 def _not_a_prompt(where: str, got: object) -> UsageError:

@@ -7,7 +7,9 @@ import json
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
+import torch
 
 from deepinfer.core.request import SamplingParams
 from deepinfer.engine.engine import LLM
@@ -456,6 +458,57 @@ def test_logits_of_every_row():
     assert idle(llm)
 
 
+PROMPTS_AS_ARRAYS = [
+    (lambda a: [a([20]), a([30])], [(20,), (30,)]),
+    (lambda a: [a([1, 2]), a([3, 4])], [(1, 2), (3, 4)]),
+    (lambda a: a([1, 2]), [(1, 2)]),
+    (lambda a: a([[1, 2], [3, 4]]), [(1, 2), (3, 4)]),
+    (lambda a: [*a([1, 2])], [(1, 2)]),  # a list of single numbers is one prompt
+    (lambda a: [[*a([1, 2])], "a"], [(1, 2), None]),
+]
+
+
+@pytest.mark.parametrize("array", [np.array, torch.tensor])
+@pytest.mark.parametrize(("make", "expected"), PROMPTS_AS_ARRAYS)
+def test_arrays_of_ids_are_prompts(array, make, expected):
+    llm = engine(hashed)
+    results = llm.generate(make(array), greedy(max_tokens=3))
+    assert len(results) == len(expected)
+    for result, ids in zip(results, expected, strict=True):
+        if ids is not None:
+            assert result.token_ids == llm.generate([ids], greedy(max_tokens=3))[0].token_ids
+
+
+@pytest.mark.parametrize("array", [np.array, torch.tensor])
+def test_arrays_that_are_no_prompt_are_named(array):
+    llm = engine(hashed)
+    for wrong in (array(5), array([1.5, 2.5]), [array([[1, 2]])], array([[[1]]]), [[array([1])]]):
+        with pytest.raises(UsageError, match="not a prompt"):
+            llm.generate(wrong)
+    assert llm.generate([array([])])[0].error.code == "prompt-empty"
+    assert idle(llm)
+
+
+def test_a_bias_that_forbids_every_id_is_refused():
+    llm = engine(hashed)
+    everything = dict.fromkeys(range(VOCAB), -math.inf)
+    all_but_eos = {token: value for token, value in everything.items() if token != EOS}
+    for params in (
+        greedy(logit_bias=everything),
+        greedy(logit_bias=all_but_eos, min_tokens=1),
+        greedy(logit_bias=all_but_eos, min_tokens=1, ignore_eos=True, stop_token_ids=[EOS]),
+    ):
+        [result] = llm.generate([[1]], params)
+        assert result.error.code == "nothing-to-choose" and result.error.exit_status == 2
+    for params in (
+        greedy(logit_bias=all_but_eos),
+        greedy(logit_bias=all_but_eos, min_tokens=1, max_tokens=1, ignore_eos=True),
+    ):
+        [result] = llm.generate([[1]], params)
+        assert result.error is None and result.token_ids == (EOS,)
+    assert llm.generate([[1]], greedy(logit_bias=everything, max_tokens=0))[0].error is None
+
+
 # closing, aborting, interrupting
 
 
@@ -509,6 +562,9 @@ def test_close():
     with llm:
         deltas = llm.stream([[1]], SamplingParams(max_tokens=50, ignore_eos=True))
         next(deltas)
+        never_begun = llm.stream([[1]])
+    with pytest.raises(UsageError, match="closed"):
+        next(never_begun)
     assert list(deltas)[-1].result.finish_reason == "abort"
     for call in (lambda: llm.generate([[1]]), lambda: llm.stream([[1]]), lambda: llm.logits([1])):
         with pytest.raises(UsageError, match="closed"):
