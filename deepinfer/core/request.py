@@ -15,6 +15,9 @@ from enum import StrEnum
 from deepinfer.errors import DeepinferError, UsageError
 
 SEED_LIMIT = 1 << 64
+# Below it, logits divided by the temperature would be infinite: the limit, arg-max, is meant.
+COLDEST = 1e-300
+_SHOWN = 80  # characters of a refused value in a message
 
 
 class FinishReason(StrEnum):
@@ -33,10 +36,18 @@ class FinishReason(StrEnum):
 def _refuse(field: str, got: object, accepted: str) -> UsageError:
     return UsageError(
         "bad-sampling-parameter",
-        f"{field}={got!r} is not accepted",
+        f"{field}={_shown(got)} is not accepted",
         facts=[f"accepted: {accepted}"],
         hint=f"SamplingParams({field}=…) with {accepted}",
     )
+
+
+def _shown(got: object) -> str:
+    try:
+        text = repr(got)
+    except ValueError:  # Python writes no whole number of more than some thousand digits
+        return f"a {type(got).__name__}"
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"
 
 
 def _whole(field: str, got: object, low: int, high: int | None = None) -> int:
@@ -45,7 +56,10 @@ def _whole(field: str, got: object, low: int, high: int | None = None) -> int:
     # bool is an int in Python; numpy integers have __index__ but are no int
     if isinstance(got, bool) or not hasattr(got, "__index__"):
         raise _refuse(field, got, accepted)
-    value = got.__index__()
+    try:
+        value = got.__index__()
+    except TypeError:  # an array, or a number in one that is not whole
+        raise _refuse(field, got, accepted) from None
     if value < low or (high is not None and value >= high):
         raise _refuse(field, got, accepted)
     return value
@@ -62,7 +76,7 @@ def _real(field: str, got: object, low: float, high: float, *, low_open: bool = 
         raise _refuse(field, got, accepted)
     try:
         value = float(got)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise _refuse(field, got, accepted) from None
     if not math.isfinite(value) or value < low or value > high or (low_open and value == low):
         raise _refuse(field, got, accepted)
@@ -109,8 +123,8 @@ class SamplingParams:
     """How the next tokens are chosen and when to stop (serving semantics §5).
 
     max_tokens: most tokens to generate; 0 gives an empty completion with finish reason "length".
-    temperature: 0 is argmax, the lowest id on ties. top_k: 0 is off. top_p in (0, 1]. min_p in [0,
-    1].
+    temperature: 0 is argmax, the lowest id on ties; so is what is below 1e-300.
+    top_k: 0 is off. top_p in (0, 1]. min_p in [0, 1].
     n: samples per prompt.
     seed: 0 <= seed < 2^64; with several prompts or samples each sequence gets its own seed derived
     from it
@@ -177,6 +191,8 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             checked[name] = None if value is None else _whole(name, value, 0)
+        if self.temperature < COLDEST:
+            checked["temperature"] = 0.0
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         if not isinstance(self.ignore_eos, bool):

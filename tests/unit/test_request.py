@@ -66,6 +66,22 @@ def test_bad_values_are_named(field, bad):
     assert error.facts[0].startswith("accepted: ") and error.hint
 
 
+@pytest.mark.parametrize("huge", [10**400, 10**5000, -(10**400)], ids=["400", "5000", "-400"])
+def test_a_number_that_no_float_holds_is_refused(huge):
+    for field, bad in (("temperature", huge), ("top_p", huge), ("seed", huge),
+                       ("repetition_penalty", huge), ("logit_bias", {3: huge})):  # fmt: skip
+        with pytest.raises(UsageError) as caught:
+            SamplingParams(**{field: bad})
+        assert caught.value.code == "bad-sampling-parameter"
+        assert len(caught.value.message) < 120
+
+
+def test_a_temperature_too_small_to_divide_by_is_greedy():
+    assert SamplingParams(temperature=5e-324).temperature == 0
+    assert SamplingParams(temperature=1e-301).temperature == 0
+    assert SamplingParams(temperature=1e-300).temperature == 1e-300
+
+
 def test_good_values_are_normalised():
     params = SamplingParams(
         stop="##", stop_token_ids=[3, 4], temperature=0, n=2, seq_seed=[5, 6],
