@@ -214,18 +214,21 @@ def _memory() -> list[Check]:
 def _checkpoint(settings: Settings) -> Check:
     from deepinfer.checkpoint.layout import open_checkpoint
     from deepinfer.settings import for_model
+    from deepinfer.tokenizer.tokenizer import Tokenizer
 
     folder = settings.model_dir or str(Path(__file__).parents[1] / "embedded")
     origin = settings.origin("model_dir")
     try:
         checkpoint = open_checkpoint(folder, origin)
         for_model(settings, checkpoint.config)
+        config = checkpoint.config
+        if checkpoint.tokenizer_file:
+            Tokenizer(checkpoint.tokenizer_file, config.bos_token_id, config.vocab_size)
     except DeepinferError as problem:
         if problem.exit_status == 2:
             raise
         found = "; ".join((problem.message, *problem.facts))
         return Check("checkpoint", "fail", found, problem.hint, "checkpoint")
-    config = checkpoint.config
     name = Path(folder).name if settings.model_dir else "embedded"
     draft = (
         f"draft blocks of {config.dspark_block_size}"

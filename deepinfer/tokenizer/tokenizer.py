@@ -18,21 +18,23 @@ class Tokenizer:
     """The tokenizer of a checkpoint.
 
     path: its `tokenizer.json`. bos_id: put in front of encoded text, exactly once; None for none.
-    Raises CheckpointError if the file is not a byte-level tokenizer.
+    vocab_size: how many ids the model has; None: not checked. Raises CheckpointError if the file is
+    not a byte-level tokenizer or makes ids that the model does not have.
     """
 
-    def __init__(self, path: str | Path, bos_id: int | None) -> None:
+    def __init__(self, path: str | Path, bos_id: int | None, vocab_size: int | None = None) -> None:
         from tokenizers import Tokenizer as Encoder
 
         path = Path(path)
         try:
             spec = json.loads(path.read_text(encoding="utf-8"))
-            added = {entry["id"]: entry for entry in spec.get("added_tokens") or ()}
+            added = {int(entry["id"]): entry for entry in spec.get("added_tokens") or ()}
             # Text typed by a user never turns into a special token: without the added ones the
             # encoder has nothing but its merges. Cutting and padding are not its business either.
             plain = dict(spec, added_tokens=[], post_processor=None, truncation=None, padding=None)
             self._encoder = Encoder.from_str(json.dumps(plain, ensure_ascii=False))
-            vocabulary = spec["model"]["vocab"]
+            strings = {int(token): text for text, token in spec["model"]["vocab"].items()}
+            contents = {token: str(entry["content"]) for token, entry in added.items()}
         except Exception as problem:  # the library raises bare Exception for what it cannot read
             raise CheckpointError(
                 "tokenizer-unreadable", f"{path.name} is not a tokenizer", [str(problem)]
@@ -43,9 +45,17 @@ class Tokenizer:
                 f"{path.name} is not byte-level",
                 [f"decoder: {(spec.get('decoder') or {}).get('type')}, needed: ByteLevel"],
             )
+        highest = max((*strings, *contents), default=0)
+        if vocab_size is not None and highest >= vocab_size:
+            raise CheckpointError(
+                "tokenizer-unsupported",
+                f"{path.name} does not fit the model",
+                [f"its ids reach to {highest}, the model's to {vocab_size - 1} (vocab_size)"],
+                "put the tokenizer.json of this checkpoint beside its config.json",
+            )
         self.bos_id = bos_id
-        self._strings = {token: string for string, token in vocabulary.items()}
-        self._added = {token: entry["content"] for token, entry in added.items()}
+        self._strings = strings
+        self._added = contents
         self._special = {token for token, entry in added.items() if entry.get("special")}
 
     def encode(self, text: str) -> list[int]:

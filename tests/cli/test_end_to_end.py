@@ -9,7 +9,10 @@ import time
 
 import pytest
 
+from deepinfer.checkpoint.layout import open_checkpoint
 from deepinfer.cli import checks
+from deepinfer.engine.assembly import _token_map
+from deepinfer.errors import CheckpointError
 from tests import t6
 
 SMALL = ("--max-num-seqs", "2", "--kv-cache-tokens", "4096", "--page-tokens", "128")
@@ -107,6 +110,35 @@ def test_incomplete_and_foreign_checkpoints(deepinfer, tmp_path):
     done = deepinfer("run", "-m", folder, "-p", "x")
     assert (done.status, done.out) == (4, "")
     assert "error: DeepseekV3ForCausalLM is not supported" in done.err
+
+
+@pytest.mark.parametrize("spoil", ["not json", "too many ids"])
+def test_a_tokenizer_that_does_not_fit(deepinfer, tmp_path, monkeypatch, spoil):
+    folder = t6.write(tmp_path / "spoilt")
+    path = folder / "tokenizer.json"
+    document = json.loads(path.read_text(encoding="utf-8"))
+    document["model"]["vocab"]["foreign"] = 1 << 20
+    path.write_text("garbage" if spoil == "not json" else json.dumps(document), encoding="utf-8")
+    done = deepinfer("run", "-m", folder, "-p", "x", "-n", "1", *SMALL)
+    assert (done.status, done.out) == (4, "") and "tokenizer.json" in done.err
+    monkeypatch.setattr(checks, "_torch_facts", lambda environ: {"problem": "not asked"})
+    done = deepinfer("doctor", "-m", folder, "--json")
+    rows = {row["name"]: row for row in json.loads(done.out)["checks"]}
+    assert rows["checkpoint"]["verdict"] == "fail"
+    assert "tokenizer.json" in rows["checkpoint"]["found"]
+
+
+def test_a_tokenizer_without_a_token_map(tmp_path):
+    folder = t6.write(tmp_path / "gap")
+    path = folder / "tokenizer.json"
+    document = json.loads(path.read_text(encoding="utf-8"))
+    vocabulary = document["model"]["vocab"]
+    vocabulary[next(reversed(vocabulary))] += 1
+    path.write_text(json.dumps(document), encoding="utf-8")
+    (folder / "engram_token_map.json").unlink()
+    with pytest.raises(CheckpointError) as caught:
+        _token_map(open_checkpoint(folder))
+    assert caught.value.code == "token-map-invalid" and caught.value.hint
 
 
 def test_a_prompt_that_is_too_long(deepinfer, valid):

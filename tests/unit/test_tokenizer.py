@@ -128,8 +128,13 @@ def test_half_a_surrogate_pair_is_refused(tokenizer):
         ("not json", "tokenizer-unreadable"),
         ("{}", "tokenizer-unreadable"),
         (json.dumps(spec(model={"type": "Nonsense"})), "tokenizer-unreadable"),
+        (json.dumps(spec(added_tokens=[{"id": 300}])), "tokenizer-unreadable"),
+        (
+            json.dumps(spec(model={"type": "Unigram", "vocab": [["a", 0.0]]})),
+            "tokenizer-unreadable",
+        ),
         (json.dumps(spec(decoder=None)), "tokenizer-unsupported"),
-    ],
+    ],  # fmt: skip
 )
 def test_bad_files_are_named(tmp_path, content, code):
     path = tmp_path / "tokenizer.json"
@@ -137,6 +142,15 @@ def test_bad_files_are_named(tmp_path, content, code):
     with pytest.raises(CheckpointError, match="tokenizer.json") as caught:
         Tokenizer(path, BOS)
     assert caught.value.code == code
+
+
+def test_ids_that_the_model_does_not_have_are_refused(path):
+    assert Tokenizer(path, BOS, THINK + 1).encode("a") == [BOS, *b"a"]
+    for vocab_size in (THINK, 256, 1):
+        with pytest.raises(CheckpointError, match="does not fit the model") as caught:
+            Tokenizer(path, BOS, vocab_size)
+        assert caught.value.code == "tokenizer-unsupported"
+        assert f"reach to {THINK}, the model's to {vocab_size - 1}" in caught.value.facts[0]
 
 
 def answer(tokenizer, stop, text, cut=None):
