@@ -39,7 +39,7 @@ class Policy:
     step; then new requests in order of arrival, never past one that does not fit yet. Memory for a
     whole prompt is taken at admission, for the answer page by page. When a decoding sequence finds
     no page, the newest running one gives everything up and is computed again later. The oldest is
-    never preempted by another, and any sequence alone fits (`fits` is checked before `add`), so
+    never preempted by another, and any sequence alone fits (who calls `add` has made sure), so
     every step makes progress.
     """
 
@@ -56,11 +56,8 @@ class Policy:
     def slots_in_use(self) -> int:
         return self.slots - len(self._free_slots)
 
-    def fits(self, tokens: int) -> bool:
-        """Could a sequence of `tokens` tokens ever run?"""
-        return self.blocks.pages_for(tokens) <= self.blocks.total
-
     def add(self, sequence: Sequence) -> None:
+        """Let a sequence wait for its turn; alone in the pool, all of it must fit."""
         insort(self.waiting, sequence, key=_arrival)
 
     def remove(self, sequence: Sequence) -> None:

@@ -29,7 +29,7 @@ class Bench:
         params = SamplingParams(max_tokens=new)
         request = Request(0, 0, tuple(range(prompt)), params, seed=0, max_new=new)
         sequence = Sequence(request, next(self.order))
-        assert self.policy.fits(request.need)
+        assert self.policy.blocks.pages_for(request.need) <= self.policy.blocks.total
         self.policy.add(sequence)
         return sequence
 
