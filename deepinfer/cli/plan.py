@@ -1,7 +1,7 @@
 """`deepinfer run --dry-run`: everything a run checks and the memory it would take; nothing runs.
 
 Comes in: settings, prompt, sampling parameters. Goes out: the plan on stdout, or the error that the
-real run would end with. No weight is read and no device is touched.
+real run would end with, by the engine's own checks. No weight is read and no device is touched.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepinfer.cli.output import Output
-from deepinfer.errors import CapacityError, UsageError
 from deepinfer.settings import Settings, for_device, for_model
 
 if TYPE_CHECKING:
-    from deepinfer.core.request import SamplingParams
+    from deepinfer.checkpoint.layout import Checkpoint
+    from deepinfer.core.request import Request, SamplingParams
+    from deepinfer.engine.assembly import Sizes
+    from deepinfer.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["print_plan"]
 
+_DEVICE_TYPE = {"nvidia": "cuda", "ascend": "npu", "cpu": "cpu"}
 _UNITS = ("bytes", "KiB", "MiB", "GiB")
 
 
@@ -26,31 +29,39 @@ def print_plan(output: Output, settings: Settings, text: str, params: SamplingPa
     """Print the plan and return 0; raises what the run would raise before its first step."""
     from deepinfer.checkpoint.layout import open_checkpoint
     from deepinfer.device.detect import find, pick
-    from deepinfer.engine.assembly import embedded_model, plan_sizes
+    from deepinfer.engine.assembly import embedded_model, plan_sizes, plan_weights
     from deepinfer.kvcache.pools import bytes_per_slot, bytes_per_token
+    from deepinfer.ops import registry
     from deepinfer.report.records import document
+    from deepinfer.tokenizer.tokenizer import Tokenizer
 
     folder = settings.model_dir or embedded_model()
     checkpoint = open_checkpoint(folder, settings.origin("model_dir"))
     settings = for_model(settings, checkpoint.config)
     accelerator = pick(settings.accelerator, settings.origin("accelerator"))
     settings = for_device(settings, accelerator)
+    config = checkpoint.config
+    tokenizer = None
+    if checkpoint.tokenizer_file:
+        tokenizer = Tokenizer(checkpoint.tokenizer_file, config.bos_token_id, config.vocab_size)
+    # Raises for an op or a back end that is not there; the choice itself is not needed.
+    registry.explain(
+        _DEVICE_TYPE[accelerator], [f"{op}={name}" for op, name in settings.backend.items()]
+    )
     found = find()
     memory = found.cpu.free_bytes
     if accelerator != "cpu":
         memory = next((d.memory_bytes for d in found.devices if d.memory_bytes), memory)
-    free = (memory or 4 << 30) - checkpoint.weight_bytes
-    config = checkpoint.config
+    free, _ = plan_weights(checkpoint, memory or 4 << 30)
     sizes, warnings = plan_sizes(settings, config, free)
     for line in (*checkpoint.warnings, *warnings):
         output.warn(line)
-    prompt = _prompt_tokens(checkpoint, text)
-    _check_length(prompt, sizes.max_model_len, params)
-    state = bytes_per_slot(config) + bytes_per_token(config) * (prompt + params.max_tokens)
+    request = _request(checkpoint, tokenizer, sizes, text, params)
+    state = bytes_per_slot(config) + bytes_per_token(config) * request.need
     plan: dict[str, Any] = {
         "model": Path(folder).name if settings.model_dir else "embedded",
         "accelerator": accelerator,
-        "prompt_tokens": prompt,
+        "prompt_tokens": len(request.prompt_ids),
         "max_tokens": params.max_tokens,
         "max_model_len": sizes.max_model_len,
         "weight_bytes": checkpoint.weight_bytes,
@@ -73,27 +84,25 @@ def print_plan(output: Output, settings: Settings, text: str, params: SamplingPa
     return 0
 
 
-def _prompt_tokens(checkpoint: Any, text: str) -> int:
-    from deepinfer.tokenizer.tokenizer import Tokenizer
+def _request(
+    checkpoint: Checkpoint,
+    tokenizer: Tokenizer | None,
+    sizes: Sizes,
+    text: str,
+    params: SamplingParams,
+) -> Request:
+    """What the engine would make of the prompt; raises what it would refuse it with."""
+    from deepinfer.engine.intake import Intake
+    from deepinfer.kvcache.blocks import BlockAllocator
 
-    if checkpoint.tokenizer_file is None:
-        raise UsageError(
-            "no-tokenizer",
-            "this checkpoint has no tokenizer and takes token ids only",
-            ["no tokenizer.json in its folder"],
-            "deepinfer.LLM(model_dir).generate([[1, 2, 3]])",
-        )
-    return len(Tokenizer(checkpoint.tokenizer_file, checkpoint.config.bos_token_id).encode(text))
-
-
-def _check_length(prompt: int, limit: int, params: SamplingParams) -> None:
-    if prompt > limit or (prompt == limit and params.max_tokens):
-        raise CapacityError(
-            "prompt-too-long",
-            f"the prompt has {prompt:,} tokens, the model takes {limit:,} "
-            f"including {params.max_tokens:,} to generate",
-            hint="shorten it, or lower --max-tokens",
-        )
+    config = checkpoint.config
+    blocks = BlockAllocator(sizes.pages, sizes.page_tokens)
+    eos_ids = (config.eos_token_id,)
+    intake = Intake(tokenizer, config.vocab_size, eos_ids, sizes.max_model_len, blocks)
+    asked = intake.read(text, params)[0]
+    if asked.problem:
+        raise asked.problem
+    return asked.request
 
 
 def _number(key: str, value: Any) -> str:

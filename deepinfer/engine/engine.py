@@ -94,7 +94,13 @@ class LLM:
             max_rows=sizes.max_rows,
             chunk=sizes.chunk,
         )
-        self._intake = Intake(parts, self._policy.blocks)
+        self._intake = Intake(
+            parts.tokenizer,
+            parts.vocab_size,
+            parts.eos_ids,
+            sizes.max_model_len,
+            self._policy.blocks,
+        )
         self._running: dict[Generation, tuple[Answer, _Call]] = {}
         self._arrivals = itertools.count()
         for line in parts.warnings:

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deepinfer.core.request import Request, SamplingParams
-from deepinfer.engine.assembly import Parts
 from deepinfer.errors import CapacityError, DeepinferError, UsageError
 from deepinfer.kvcache.blocks import BlockAllocator
 from deepinfer.sampling import rng
+from deepinfer.tokenizer.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +26,24 @@ class Asked:
 
 
 class Intake:
-    """Reads calls for one engine."""
+    """Reads calls for one model and its memory.
 
-    def __init__(self, parts: Parts, blocks: BlockAllocator) -> None:
-        self._tokenizer = parts.tokenizer
-        self._vocab = parts.vocab_size
-        self._eos_ids = parts.eos_ids
-        self._limit = parts.sizes.max_model_len
+    tokenizer: None where only token ids are taken. max_model_len: most tokens of one sequence.
+    blocks: its size alone matters, nothing is taken.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        vocab_size: int,
+        eos_ids: tuple[int, ...],
+        max_model_len: int,
+        blocks: BlockAllocator,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab = vocab_size
+        self._eos_ids = eos_ids
+        self._limit = max_model_len
         self._blocks = blocks
 
     def read(self, prompts: object, sampling_params: object) -> list[Asked]:

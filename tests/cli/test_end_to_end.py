@@ -165,6 +165,23 @@ def test_dry_run_prints_the_plan_and_runs_nothing(deepinfer, valid):
     assert done.status == 0 and done.out.startswith("plan\tvalue\nmodel\tt6\n")
 
 
+@pytest.mark.parametrize(
+    ("args", "status"),
+    [
+        (("-p", "x", "-n", "1000", "--kv-cache-tokens", "128", "--page-tokens", "128"), 5),
+        (("-p", "x", "-n", "2", "--backend", "foo=torch"), 2),
+        (("-p", "", "-n", "2"), 2),
+        (("-p", "x" * 5000, "--max-model-len", "256"), 5),
+    ],
+    ids=["memory", "backend", "empty", "length"],
+)
+def test_dry_run_refuses_what_run_refuses(deepinfer, args, status):
+    done = deepinfer("run", *args, "--json")
+    planned = deepinfer("run", *args, "--dry-run", "--json")
+    assert done.status == planned.status == status
+    assert json.loads(planned.out)["error"] == json.loads(done.out)["error"]
+
+
 def test_doctor_reads_the_folder(deepinfer, valid, monkeypatch):
     done = deepinfer("doctor", "--json")
     rows = {row["name"]: row for row in valid("doctor", json.loads(done.out))["checks"]}
