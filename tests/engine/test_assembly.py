@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import subprocess
 import sys
@@ -9,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+import deepinfer
 from deepinfer.checkpoint.names import parameters
 from deepinfer.engine.assembly import plan_sizes, plan_weights
 from deepinfer.errors import CapacityError, UsageError
 from deepinfer.kvcache.pools import bytes_per_slot, bytes_per_token
+from deepinfer.model.config import ModelConfig
 from deepinfer.settings import resolve
 from tests import t6
 
@@ -99,3 +102,12 @@ def test_unpacked_weights_are_kept_only_where_there_is_room():
     assert keep and left == unpacked
     left, keep = plan_weights(Stored(1 << 20), (1 << 20) + 2 * unpacked - 1)
     assert not keep and left == 2 * unpacked - 1
+
+
+def test_state_has_the_published_sizes():
+    """890 bytes a token and 2.70 MB of window rings a request (model spec §4)."""
+    text = (Path(deepinfer.__file__).parent / "embedded" / "v41-flash.json").read_text()
+    config = ModelConfig.from_dict(json.loads(text))
+    assert bytes_per_token(config) == 890
+    open_groups, history = 3 * 2 * 4 * 512, 3 * 8
+    assert bytes_per_slot(config) == 2_703_360 + open_groups + history
