@@ -25,7 +25,6 @@ EXAMPLES = """Examples:
 - `deepinfer build --accelerator ascend --dry-run`
 - `deepinfer build --accelerator nvidia --json`
 """
-_DEVICE_TYPE = {"nvidia": "cuda", "ascend": "npu", "cpu": "cpu"}
 
 
 @with_settings("accelerator", "log_level", "config")
@@ -47,7 +46,7 @@ def command(
     chosen: Chosen,
 ) -> int:
     """Probe the toolchain of an accelerator and show what serves it."""
-    from deepinfer.device.detect import find
+    from deepinfer.device.detect import TORCH_DEVICE, find
     from deepinfer.report.records import document
     from deepinfer.toolchain.probe import probe, problem
 
@@ -71,7 +70,7 @@ def command(
         "artifacts": [],
     }
     if output.mode == "json":
-        body["ops"] = {} if error else operations(_DEVICE_TYPE[accelerator])
+        body["ops"] = {} if error else operations(TORCH_DEVICE[accelerator])
     if output.mode != "json":
         output.table(
             ("probe", "found", "needed", "verdict", "path"),

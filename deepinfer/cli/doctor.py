@@ -26,7 +26,6 @@ EXAMPLES = """Examples:
 - `deepinfer doctor -m path/to/checkpoint --json`
 - `deepinfer doctor --settings`
 """
-_DEVICE_TYPE = {"nvidia": "cuda", "ascend": "npu", "cpu": "cpu"}
 _FAILURE = {"environment": ExitCode.ENVIRONMENT, "checkpoint": ExitCode.CHECKPOINT}
 
 
@@ -138,10 +137,10 @@ def _shown(value: object) -> str:
 def operations(settings: Settings) -> list[dict[str, Any]]:
     """Operation, chosen back end, those available, why; empty where torch is missing."""
     try:
-        from deepinfer.device.detect import pick
+        from deepinfer.device.detect import TORCH_DEVICE, pick
         from deepinfer.ops.registry import explain
 
-        device_type = _DEVICE_TYPE[pick(settings.accelerator, settings.origin("accelerator"))]
+        device_type = TORCH_DEVICE[pick(settings.accelerator, settings.origin("accelerator"))]
         overrides = [f"{op}={name}" for op, name in settings.backend.items()]
         choices = explain(device_type, overrides)
     except (ImportError, DeepinferError, OSError):

@@ -21,14 +21,13 @@ if TYPE_CHECKING:
 
 __all__ = ["print_plan"]
 
-_DEVICE_TYPE = {"nvidia": "cuda", "ascend": "npu", "cpu": "cpu"}
 _UNITS = ("bytes", "KiB", "MiB", "GiB")
 
 
 def print_plan(output: Output, settings: Settings, text: str, params: SamplingParams) -> int:
     """Print the plan and return 0; raises what the run would raise before its first step."""
     from deepinfer.checkpoint.layout import open_checkpoint
-    from deepinfer.device.detect import find, pick
+    from deepinfer.device.detect import TORCH_DEVICE, find, pick
     from deepinfer.engine.assembly import embedded_model, plan_sizes, plan_weights
     from deepinfer.kvcache.pools import bytes_per_slot, bytes_per_token
     from deepinfer.ops import registry
@@ -46,7 +45,7 @@ def print_plan(output: Output, settings: Settings, text: str, params: SamplingPa
         tokenizer = Tokenizer(checkpoint.tokenizer_file, config.bos_token_id, config.vocab_size)
     # Raises for an op or a back end that is not there; the choice itself is not needed.
     registry.explain(
-        _DEVICE_TYPE[accelerator], [f"{op}={name}" for op, name in settings.backend.items()]
+        TORCH_DEVICE[accelerator], [f"{op}={name}" for op, name in settings.backend.items()]
     )
     found = find()
     memory = found.cpu.free_bytes

@@ -17,13 +17,14 @@ from pathlib import Path
 
 from deepinfer.errors import EnvironmentProblem
 
-__all__ = ["Cpu", "Device", "Found", "find", "pick", "version_of"]
+__all__ = ["TORCH_DEVICE", "Cpu", "Device", "Found", "find", "pick", "version_of"]
 
 # Instruction sets that compiled kernels may choose between at run time.
 _FLAGS = ("avx2", "fma", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd")
 _NODES = {"nvidia": "nvidia[0-9]*", "ascend": "davinci[0-9]*"}
 _WORDS = {"nvidia": "NVIDIA GPU", "ascend": "NPU"}
-_MODULE = {"nvidia": "cuda", "ascend": "npu"}
+# What torch calls each accelerator.
+TORCH_DEVICE = {"nvidia": "cuda", "ascend": "npu", "cpu": "cpu"}
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def pick(requested: str = "auto", origin: str = "--accelerator") -> str:
     if requested == "cpu":
         return "cpu"
     for kind in _NODES if requested == "auto" else (requested,):
-        if _usable(_MODULE[kind]):
+        if _usable(TORCH_DEVICE[kind]):
             return kind
     if requested == "auto":
         return "cpu"

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from deepinfer.settings import Settings
 
 EMBEDDED = Path(__file__).parents[1] / "embedded"
-_DEVICES = {"nvidia": "cuda", "ascend": "npu", "cpu": "cpu"}
 _SHARE = 4  # the state of requests may fill one part in so many of the free memory
 
 
@@ -88,7 +87,7 @@ def assemble(settings: Settings) -> Parts:
     settings = for_model(settings, checkpoint.config)
     accelerator = detect.pick(settings.accelerator, settings.origin("accelerator"))
     settings = for_device(settings, accelerator)
-    device = _DEVICES[accelerator]
+    device = detect.TORCH_DEVICE[accelerator]
     config = _with_dtype(checkpoint.config, settings.dtype)
     tokenizer = None
     if checkpoint.tokenizer_file:
