@@ -189,8 +189,10 @@ class TrainingOps:
 
     def moe(self, x, ids, weights, experts, shared, limit: float) -> torch.Tensor:
         """Every expert for every row in three products; unchosen ones get weight 0."""
-        w1, w3, w2 = (_stacked(e.value, s.value, i == 2)
-                      for i, (e, s) in enumerate(zip(experts, shared, strict=True)))
+        w1, w3, w2 = (
+            _stacked(e.value, s.value, i == 2)
+            for i, (e, s) in enumerate(zip(experts, shared, strict=True))
+        )
         count = experts[0].shadow.shape[0]
         quantised = experts[0].quantised
         x = self.quantise(x) if quantised else x
@@ -217,14 +219,7 @@ def _rmsnorm(x, weight, eps: float):
 
 
 def _rope(x, cos, sin, inverse: bool):
-    if inverse:
-        sin = -sin
-    if x.dim() == 3:
-        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    rotary = 2 * cos.shape[-1]
-    even, odd = x[..., -rotary:].float().unflatten(-1, (-1, 2)).unbind(-1)
-    turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
-    return torch.cat((x[..., :-rotary], turned.to(x.dtype)), -1)
+    return rowwise.rope(x, (cos, sin), inverse)
 
 
 def _split(m, scale, base, copies: int, eps: float):
