@@ -37,6 +37,7 @@ class PlainMemory:
     def __init__(self, config: ModelConfig, token_map, ids: list[int]) -> None:
         self.config = config
         self.positions = torch.arange(len(ids))
+        self.kept = None
         depth = config.engram_max_ngram_size if config.engram_layer_ids else 1
         pad = config.engram_pad_token_id
         self.ngrams = torch.tensor(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from deepinfer.core.request import Completion, TokenLogprob
+    from deepinfer.replay.plan import ReplayPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,11 @@ class Chunk:
     page_tokens)``
         and the table covers ``start + len(token_ids)`` tokens.
     logits: how many of the LAST rows need logits: 0, 1 or ``len(token_ids)``.
+    replay: which layers run on which rows; None: every layer on every row.
+    windows: (i, window page) for each page i of the sequence whose window rows are kept for reuse.
+    restore: window pages that hold the rows just before ``start``, which fill the slot first;
+    context: the token ids just before ``start`` that its n-grams reach back to. Both are for the
+        first chunk of a sequence that does not start at 0.
     """
 
     slot: int
@@ -33,6 +39,10 @@ class Chunk:
     token_ids: tuple[int, ...]
     pages: tuple[int, ...]
     logits: int
+    replay: ReplayPlan | None = None
+    windows: tuple[tuple[int, int], ...] = ()
+    restore: tuple[int, ...] = ()
+    context: tuple[int, ...] = ()
 
     @property
     def end(self) -> int:
@@ -41,10 +51,20 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class Load:
+    """Put the bytes of a page that came from another tier back before the chunks run."""
+
+    kind: str
+    page: int
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One forward pass. Logits come back in chunk order: ``[logit_rows, vocab]`` float32."""
 
     chunks: tuple[Chunk, ...]
+    loads: tuple[Load, ...] = ()
 
     @property
     def rows(self) -> int:

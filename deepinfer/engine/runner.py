@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from deepinfer.core.step import StepPlan
-from deepinfer.kvcache.memory import Rows, StepMemory
+from deepinfer.core.step import Chunk, StepPlan
+from deepinfer.kvcache.memory import StepMemory
 from deepinfer.kvcache.pools import Pools
 from deepinfer.model.config import ModelConfig
 from deepinfer.model.memory import Ops
@@ -36,8 +36,13 @@ class Runner:
         device: torch.device | str = "cpu",
         token_map: Sequence[int] | None = None,
         rollback: int = 0,
+        stateful: int = 0,
+        window_pages: int = 0,
     ):
-        """``token_map``: mapped id of every token id; needed if the model has Engram layers."""
+        """``token_map``: mapped id of every token id; needed if the model has Engram layers.
+
+        ``window_pages``: pages of window rows of the first ``stateful`` layers kept for reuse.
+        """
         self.config, self.ops, self.device = config, ops, torch.device(device)
         self.model = Transformer(config, weights, ops)
         self.map = TokenMap.of(config, token_map)
@@ -49,20 +54,34 @@ class Runner:
             device=device,
             rollback=rollback,
             mapped_pad=self.map.pad,
+            stateful=stateful,
+            window_pages=window_pages,
         )
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> torch.Tensor:
         """float32 [sum of chunk.logits, vocab], in chunk order."""
+        for load in plan.loads:
+            self.pools.write(load.kind, load.page, load.payload)
+        for chunk in plan.chunks:
+            if chunk.restore or chunk.context:
+                self._restore(chunk)
         ids = np.concatenate([np.asarray(c.token_ids, dtype=np.int64) for c in plan.chunks])
-        chunks = [Rows(c.slot, c.start, len(c.token_ids), c.pages) for c in plan.chunks]
-        ends = np.cumsum([c.count for c in chunks])
+        mapped = torch.as_tensor(self.map.lookup(ids), device=self.device)
+        memory = StepMemory(self.config, self.pools, self.ops, plan.chunks, mapped)
         wanted = [
             np.arange(end - chunk.logits, end)
-            for end, chunk in zip(ends, plan.chunks, strict=True)
+            for end, chunk in zip(memory.ends, plan.chunks, strict=True)
         ]
-        mapped = torch.as_tensor(self.map.lookup(ids), device=self.device)
-        memory = StepMemory(self.config, self.pools, self.ops, chunks, mapped)
         tokens = torch.as_tensor(ids, device=self.device)
         rows = torch.as_tensor(np.concatenate(wanted), device=self.device)
         return self.model.forward(tokens, memory, rows)
+
+    def _restore(self, chunk: Chunk) -> None:
+        mapped = self.map.lookup(np.asarray(chunk.context, dtype=np.int64))
+        history = torch.as_tensor(mapped, device=self.device)
+        self.pools.restore(chunk.slot, chunk.start, chunk.restore, history)
+
+    def read(self, kind: str, pages: Sequence[int]) -> list[bytes]:
+        """The bytes of pages of a kind, to be kept elsewhere."""
+        return self.pools.read(kind, pages)

@@ -1,11 +1,14 @@
-"""The tensors that hold the past: window rings, paged entries and index keys, open groups, n-grams.
+"""The tensors that hold the past: window rings, paged entries and index keys, open groups, n-grams,
+and pages of window rows kept for reuse.
 
 Comes in: the configuration and how many slots and pages to hold. Goes out: storage, packed as
-model spec §4 has it. Must not know who owns a slot or a page.
+model spec §4 has it, and the bytes of pages that move to another tier. Must not know who owns a
+slot or a page, nor what a page is worth.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,9 +28,7 @@ class Formats:
     @classmethod
     def of(cls, config: ModelConfig) -> Formats:
         dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
-        window, entry, index = (
-            ("window", "entry", "index") if config.quantised else ("plain",) * 3
-        )
+        window, entry, index = ("window", "entry", "index") if config.quantised else ("plain",) * 3
         return cls(
             RecordFormat(window, config.head_dim, dtype),
             RecordFormat(entry, config.head_dim, dtype),
@@ -51,11 +52,17 @@ def bytes_per_slot(config: ModelConfig, rollback: int = 0) -> int:
     return rings + open_rows * 2 * 4 * config.head_dim + 8 * history
 
 
+def bytes_per_window_page(config: ModelConfig, page_tokens: int, layers: int) -> int:
+    """Bytes of one page of window rows of the first ``layers`` layers."""
+    return page_tokens * layers * Formats.of(config).window.nbytes
+
+
 class Pools:
     """Storage for ``slots`` requests and ``pages`` pages of ``page_tokens`` tokens.
 
     A ring row of position p lies at p mod (window + rollback); entry j of ratio r lies in page
-    j // (page_tokens / r) of its request, the same page number in every source's pool.
+    j // (page_tokens / r) of its request, the same page number in every source's pool. A window
+    page holds the rows of page_tokens positions of each of the first ``stateful`` layers.
     """
 
     def __init__(
@@ -68,13 +75,15 @@ class Pools:
         device: torch.device | str = "cpu",
         rollback: int = 0,
         mapped_pad: int = 0,
+        stateful: int = 0,
+        window_pages: int = 0,
     ):
         """``mapped_pad``: the mapped id that stands where an n-gram reaches before position 0."""
         self.formats = Formats.of(config)
         self.ring = config.sliding_window + rollback
         self.page_tokens = page_tokens
         self.mapped_pad = mapped_pad
-        ratios = {i: config.compress_ratios[i] for i in config.kv_source_layer_ids}
+        self._ratios = ratios = {i: config.compress_ratios[i] for i in config.kv_source_layer_ids}
 
         def records(fmt: RecordFormat, rows: int) -> torch.Tensor:
             # Unwritten storage is never read, so it need not be cleared.
@@ -89,6 +98,9 @@ class Pools:
         self.index = {
             i: records(self.formats.index, pages * page_tokens // r) for i, r in ratios.items()
         }
+        self.snapshots = [
+            records(self.formats.window, window_pages * page_tokens) for _ in range(stateful)
+        ]
         # Rows of the open group, by place in the group: (v, z) float32 [slots, r - 1, D].
         self.open = {
             i: torch.zeros((2, slots, r - 1, config.head_dim), device=device)
@@ -100,13 +112,57 @@ class Pools:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pools."""
+        """Bytes of all pools, pages of window rows included."""
         held = [*self.windows, *self.entries.values(), *self.index.values(), *self.open.values()]
-        return sum(t.nbytes for t in held) + self.history.nbytes
+        return sum(t.nbytes for t in (*held, *self.snapshots)) + self.history.nbytes
+
+    def restore(
+        self, slot: int, start: int, pages: Sequence[int], history: torch.Tensor | None
+    ) -> None:
+        """Fill a slot as if the tokens before ``start`` had just run: ring rows from window
+        ``pages``, which end there, and the mapped ids int64 [n - 1] of the tokens before it."""
+        size = self.page_tokens
+        count = min(self.ring, len(pages) * size)
+        p = torch.arange(start - count, start)
+        place = slot * self.ring + p % self.ring
+        first = start - len(pages) * size
+        source = torch.tensor(pages, dtype=torch.int64)[(p - first) // size] * size + p % size
+        place, source = place.to(self.history.device), source.to(self.history.device)
+        for ring, snapshot in zip(self.windows, self.snapshots, strict=False):
+            ring[place] = snapshot[source]
+        depth = self.history.shape[1]
+        if history is not None and depth:
+            p = torch.arange(start - len(history), start, device=self.history.device)
+            self.history[slot, p % depth] = history
+
+    def read(self, kind: str, pages: Sequence[int]) -> list[bytes]:
+        """The bytes of each page: of entries and index keys, or ("windows") of window rows."""
+        parts = [part[torch.tensor(pages, device=part.device)] for part in self._paged(kind)]
+        joined = torch.cat([part.flatten(1) for part in parts], 1).cpu().numpy()
+        return [row.tobytes() for row in joined]
+
+    def write(self, kind: str, page: int, payload: bytes) -> None:
+        """Put back what ``read`` gave."""
+        data, at = torch.frombuffer(bytearray(payload), dtype=torch.uint8), 0
+        for part in self._paged(kind):
+            size = part[page].numel()
+            part[page] = data[at : at + size].view_as(part[page])
+            at += size
+
+    def _paged(self, kind: str) -> list[torch.Tensor]:
+        """Views [pages, records of a page, bytes]."""
+        size = self.page_tokens
+        if kind == "windows":
+            return [t.view(-1, size, t.shape[-1]) for t in self.snapshots]
+        return [
+            t.view(t.shape[0] * r // size, size // r, t.shape[-1])
+            for pool in (self.entries, self.index)
+            for t, r in ((pool[i], self._ratios[i]) for i in pool)
+        ]
 
     def poison(self) -> None:
         """Fill everything with NaN patterns: a test that reads unwritten storage shows it."""
-        for t in (*self.windows, *self.entries.values(), *self.index.values()):
+        for t in (*self.windows, *self.entries.values(), *self.index.values(), *self.snapshots):
             t.fill_(0xFF)
         for t in self.open.values():
             t.fill_(torch.nan)

@@ -1,4 +1,4 @@
-"""Attention of one layer: projections, the sources' compressor and indexer, grouped output.
+"""Attention of one layer: projections, the sources' indexer, grouped output.
 
 Comes in: normed rows x [N, H]. Goes out: rows [N, H]. Source: model spec §3.5-3.8. Must not know
 where keys are kept (``memory``) nor how they are laid out.
@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from deepinfer.model.compressor import CompressorWeights, compress
+from deepinfer.model.compressor import CompressorWeights
 from deepinfer.model.config import LayerSpec, ModelConfig
 from deepinfer.model.indexer import IndexerWeights, index
 from deepinfer.model.memory import Memory, Ops
-from deepinfer.model.norm_rope import Rotary, Table
+from deepinfer.model.norm_rope import Table
 from deepinfer.model.weights import Source
 
 
@@ -56,7 +56,6 @@ def attention(
     layer: LayerSpec,
     config: ModelConfig,
     memory: Memory,
-    rotary: Rotary,
     table: Table,
     ops: Ops,
 ) -> torch.Tensor:
@@ -65,8 +64,6 @@ def attention(
     latent = ops.rmsnorm(ops.linear(x, w.wq_a), w.q_norm, eps)
     q = ops.rope(ops.linear(latent, w.wq_b).unflatten(-1, (heads, dim)), table)
     kv = ops.rope(ops.rmsnorm(ops.linear(x, w.wkv), w.kv_norm, eps), table)
-    if w.compressor is not None:
-        compress(x, w.compressor, layer, config, memory, rotary, ops)
     if w.indexer is not None:
         index(x, latent, w.indexer, layer, config, memory, table, ops)
     o = memory.attend(layer, q, kv, w.sink)

@@ -1,7 +1,7 @@
-"""One layer: attention and FFN in single-pass hyper-connections.
+"""One layer: compressed KV, attention and FFN in single-pass hyper-connections.
 
 Comes in: streams [N, C, H] and the previous sublayer's ``pre``. Goes out: the same. Source: model
-spec §3.2.
+spec §3.2; where rows are dropped, §5.1.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from deepinfer.model.attention import AttentionWeights, attention
+from deepinfer.model.compressor import compress
 from deepinfer.model.config import LayerSpec, ModelConfig
 from deepinfer.model.engram import EngramWeights
 from deepinfer.model.hyper import HyperWeights, mixes
@@ -58,12 +59,23 @@ def block(
     rotary: Rotary,
     table: Table,
     ops: Ops,
+    kept: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(streams, pre) after the layer; each sublayer reads with the ``pre`` before it."""
+    """(streams, pre) after the layer; each sublayer reads with the ``pre`` before it.
+
+    kept: indices int64 of the rows that go on once the compressed KV of all is stored, None = all;
+    ``table`` is at the positions of these.
+    """
     eps = config.rms_norm_eps
-    attn_pre, post, comb = mixes(streams, w.hc_attn, config, ops)
     x = ops.rmsnorm(ops.hc_collapse(streams, pre), w.attn_norm, eps)
-    x = attention(x, w.attention, layer, config, memory, rotary, table, ops)
+    if w.attention.compressor is not None:
+        compress(x, w.attention.compressor, layer, config, memory, rotary, ops)
+    if kept is not None:
+        x, streams = x[kept], streams[kept]
+        if not kept.numel():
+            return streams, pre[kept]
+    attn_pre, post, comb = mixes(streams, w.hc_attn, config, ops)
+    x = attention(x, w.attention, layer, config, memory, table, ops)
     streams = ops.hc_expand(x, streams, post, comb)
     ffn_pre, post, comb = mixes(streams, w.hc_ffn, config, ops)
     x = ops.rmsnorm(ops.hc_collapse(streams, attn_pre), w.ffn_norm, eps)

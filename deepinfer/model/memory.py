@@ -20,12 +20,15 @@ class Memory(Protocol):
 
     positions: torch.Tensor
     ngrams: torch.Tensor
+    kept: torch.Tensor | None
+    """Indices int64 of the rows that run in the decoder half (``config.decoder_start`` and after),
+    ascending; None: all of them. From there on, N is their number."""
 
     def close_groups(
         self, layer: LayerSpec, v: torch.Tensor, z: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """Add v, z [N, D] to the open groups of a KV source; return the groups that are now
-        complete, v and z [E, r, D], and the positions int64 [E] of their first tokens."""
+        """Add v, z [N, D] of all rows to the open groups of a KV source; return the groups that
+        are now complete, v and z [E, r, D], and the positions int64 [E] of their first tokens."""
         ...
 
     def store_entries(self, layer: LayerSpec, entries: torch.Tensor, keys: torch.Tensor) -> None:

@@ -40,12 +40,13 @@ class Transformer:
     def forward(
         self, tokens: torch.Tensor, memory: Memory, rows: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Logits float32 [rows, vocab] of tokens int64 [N]; ``rows`` int64 indices, None = all."""
+        """Logits float32 [rows, vocab] of tokens int64 [N]; ``rows``: which of the rows that reach
+        the end (``memory.kept``), int64, None = all of them."""
         x = self.hidden(tokens, memory)
         return self.logits(x if rows is None else x[rows])
 
     def hidden(self, tokens: torch.Tensor, memory: Memory) -> torch.Tensor:
-        """Collapsed streams [N, H] after the last layer, before the final norm."""
+        """Collapsed streams [kept rows, H] after the last layer, before the final norm."""
         config, ops = self.config, self.ops
         streams = self.embed[tokens].to(self.dtype).unsqueeze(1).expand(-1, config.hc_mult, -1)
         pre = first_pre(tokens.shape[0], config.hc_mult, streams.device)
@@ -53,10 +54,15 @@ class Transformer:
         for layer, w in zip(config.layers, self.blocks, strict=True):
             if w.engram is not None:
                 streams = engram(streams, memory.ngrams, w.engram, config, ops)
+            kept = memory.kept if layer.index == config.decoder_start else None
+            if kept is not None:
+                plain, compressed = self.rotary.tables(memory.positions[kept], ops)
             table = compressed if layer.ratio else plain
             streams, pre = block(
-                streams, pre, w, layer, config, memory, self.rotary, table, ops
+                streams, pre, w, layer, config, memory, self.rotary, table, ops, kept
             )
+            if not streams.shape[0]:
+                break  # no row goes on, and no later layer stores anything for the others
         return ops.hc_collapse(streams, pre)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:

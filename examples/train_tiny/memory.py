@@ -33,6 +33,7 @@ class SequenceMemory:
         self.sparse = False
         self.token_map = token_map
         self.positions = torch.arange(length, device=device).repeat(batch)
+        self.kept = None  # barriers narrow the window instead
         self.ngrams = torch.zeros(
             batch * length, max(config.engram_max_ngram_size, 1), dtype=torch.int64, device=device
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deepinfer.model import attention as attention_room
 from deepinfer.model import block as block_room
 from deepinfer.ops import registry
 from deepinfer.ops.torch import hyper, memory, moe, rowwise
@@ -90,13 +89,11 @@ def test_deliberate_mistakes_are_seen(mistake, monkeypatch):
 
 def test_a_window_of_another_table_is_seen(monkeypatch):
     """Window keys and queries of compressed layers rotated with the plain table."""
-    attention = block_room.attention
+    block = block_room.block
 
-    def plain(x, w, layer, config, mem, rotary, table, ops):
-        return attention(
-            x, w, layer, config, mem, rotary, ops.rope_table(mem.positions, rotary.plain), ops
-        )
+    def plain(streams, pre, w, layer, config, mem, rotary, table, ops, kept):
+        table = ops.rope_table(mem.positions, rotary.plain)
+        return block(streams, pre, w, layer, config, mem, rotary, table, ops, kept)
 
-    monkeypatch.setattr(block_room, "attention", plain)
-    assert attention_room.attention is attention
+    monkeypatch.setattr(block_room, "block", plain)
     assert layers.over("tiny-s", layers.measure("tiny-s", "medium").worst)

@@ -16,6 +16,7 @@ from deepinfer.checkpoint.load import load_weights
 from deepinfer.core.step import Chunk, StepPlan
 from deepinfer.engine.runner import Runner
 from deepinfer.errors import UsageError
+from deepinfer.kvcache.memory import StepMemory
 from deepinfer.model.transformer import Transformer
 from deepinfer.ops import registry
 from deepinfer.tokenizer.mapping import NO_TOKEN, TokenMap
@@ -145,27 +146,58 @@ def test_the_indexer_chooses_from_all_entries(model, monkeypatch, size):
     select = model.ops.select
     monkeypatch.setattr(model.ops, "select", recorded)
     model.chunked(prompt(96), size)
-    # One selection of each of the three index sources a chunk: ratio 2 and twice ratio 1.
-    assert [entry[:2] for entry in seen[-3:]] == [(48, 48), (96, 96), (96, 96)]
+    # One selection of each of the three index sources a chunk: ratio 2, ratio 1, and the last
+    # among the 64 entries of its candidate blocks.
+    assert [entry[:2] for entry in seen[-3:]] == [(48, 48), (96, 96), (64, 64)]
     best = seen[-3][2][0]  # [rows, k]
     if size == 32:
         assert (best < 32).any(1).all(), "every row chooses something of an earlier chunk"
 
 
 def test_candidates_limit_the_later_sources(model, monkeypatch):
-    """Layer 5 chooses among the 8 blocks of 8 that layer 3 kept, of 12."""
-    masks = []
+    """Layer 5 scores and chooses among the 8 blocks of 8 that layer 3 kept, of 12."""
+    masks, blocks = [], []
 
     def recorded(scores, visible, k, allowed=None):
         masks.append(allowed)
+        assert allowed is None or scores.shape == allowed.shape
         return select(scores, visible, k, allowed)
 
-    select = model.ops.select
+    def kept(*args):
+        blocks.append(candidate_blocks(*args))
+        return blocks[-1]
+
+    select, candidate_blocks = model.ops.select, model.ops.candidate_blocks
     monkeypatch.setattr(model.ops, "select", recorded)
+    monkeypatch.setattr(model.ops, "candidate_blocks", kept)
     model.step((0, 0, prompt(96)))
     first, second, third = masks
     assert first is None and second is None
-    assert third[0, -1].sum() == 64 and third[0, -1, 88:].all()
+    assert blocks[0][0, -1].sum() == 8 and blocks[0][0, -1, 11], "the newest block stays"
+    assert third.shape == (96, 1, 64) and third[-1].all()
+    assert [int(row.sum()) for row in third[:3, 0]] == [1, 2, 3], "visible entries only"
+
+
+def test_scoring_candidates_alone_chooses_what_a_mask_chooses(model, monkeypatch):
+    """The gathered form of the last index source against scores of everything, masked."""
+    ids, found, select = prompt(96), [], StepMemory.select
+
+    def recorded(memory, layer, *rest):
+        select(memory, layer, *rest)
+        found.append(memory._chosen[layer.index].clone())
+
+    monkeypatch.setattr(StepMemory, "select", recorded)
+    for within in (StepMemory._select_within, masked_select):
+        monkeypatch.setattr(StepMemory, "_select_within", within)
+        model.step((0, 0, ids[:50]))
+        model.step((0, 50, ids[50:]))
+    assert len(found) == 12
+    assert all(torch.equal(a, b) for a, b in zip(found[:6], found[6:], strict=True))
+
+
+def masked_select(memory, batch, blocks, records, q, weights):
+    layer = memory.config.layers[5]
+    return memory._select(layer, batch, blocks, records, q, weights)
 
 
 def test_rope_bases_are_read(model):
