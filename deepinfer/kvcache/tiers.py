@@ -34,8 +34,8 @@ _MAGIC = b"\x89DIPAGE\n"
 _VERSION = 1
 _SUM = 16
 
-# Between two looks at the folder a process adds at most this part of the cap: that is how far
-# each further process can carry the total past it.
+# Between two looks at the folder a process adds one page or this part of the cap: that is how far
+# each further process can carry the total past it, until the next look.
 _UNSEEN = 32
 
 
