@@ -29,10 +29,8 @@ import numpy as np
 import torch
 
 import deepinfer
-from benchmarks import measure
-from deepinfer.kvcache import memory as step_memory
+from benchmarks import measure, models
 from deepinfer.ops.torch import blocked
-from deepinfer.ops.torch import memory as attention
 from deepinfer.replay.drift import Trial, compare, joined
 from examples.train_tiny import exercises, streams
 
@@ -263,12 +261,6 @@ def save(study: Study, about: dict[str, Any], out: Path, picture_too: bool) -> N
         picture(study.results, out / "drift.png", about["title"])
 
 
-def wide_steps() -> None:
-    """Let the torch back end hold gigabytes at once: the same bits in fewer launches."""
-    blocked._LIMIT = attention._LIMIT = 2 << 30
-    step_memory._SCORES = 1 << 25
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--accelerator", default="cpu", choices=("cpu", "nvidia", "ascend"))
@@ -283,15 +275,13 @@ def main() -> int:
     asked = parser.parse_args()
     begin = time.monotonic()
     host = asked.accelerator == "cpu"
-    if not host:
-        wide_steps()
     prompts = asked.prompts or (2 if host else 128)
     length = asked.length or (512 if host else 2048)
     n = asked.n or (6 if host else 210)
     seconds = asked.seconds or (60 if host else 380)
-    llm = deepinfer.LLM(
+    llm = models.engine(
         asked.model_dir,
-        accelerator=asked.accelerator,
+        asked.accelerator,
         max_model_len=8192,
         max_num_seqs=8 if host else 64,
         max_num_batched_tokens=2048 if host else 16384,

@@ -1,7 +1,7 @@
 """Which model a measurement runs: the embedded checkpoint, or random weights of its sizes.
 
-A folder goes out. Random weights take the byte-level tokenizer of the tests. It must not know what
-is measured.
+A folder or an engine around it goes out. Random weights take the byte-level tokenizer of the tests.
+It must not know what is measured.
 """
 
 from __future__ import annotations
@@ -11,14 +11,20 @@ from pathlib import Path
 from deepinfer.engine.assembly import embedded_model
 from deepinfer.errors import CheckpointError
 
+LONG = 262_144  # max_position_embeddings of the model for long contexts
+
 
 def folder(scratch: Path, given: str | None = None) -> tuple[Path, str]:
     """The model's folder and its name in a report; `scratch` takes the random weights.
 
-    `given`: a folder, or "random" for random weights where there is an embedded checkpoint too.
+    `given`: a folder; "random" for random weights where there is an embedded checkpoint too; or
+    "long" for such that take contexts of 262,144 tokens.
     """
-    if given not in (None, "random"):
+    if given not in (None, "random", "long"):
         return Path(given), Path(given).name
+    if given == "long":
+        named = f"random weights of the embedded sizes, {LONG:,} positions"
+        return _random(scratch / "long", LONG), named
     if given is None:
         try:
             return embedded_model(), "embedded checkpoint"
@@ -27,16 +33,41 @@ def folder(scratch: Path, given: str | None = None) -> tuple[Path, str]:
     return _random(scratch / "random"), "random weights of the embedded sizes"
 
 
-def _random(path: Path) -> Path:
+def engine(folder: Path | None, accelerator: str = "cpu", **settings: object):
+    """A `deepinfer.LLM`. On a device the torch back end may hold gigabytes at once: the same bits
+    in fewer launches."""
+    import deepinfer
+
+    if accelerator != "cpu":
+        from deepinfer.kvcache import memory as step_memory
+        from deepinfer.ops.torch import blocked, memory
+
+        blocked._LIMIT = memory._LIMIT = 2 << 30
+        step_memory._SCORES = 1 << 25
+    return deepinfer.LLM(folder, accelerator=accelerator, **settings)
+
+
+def random_ids(count: int, vocab: int, seed: int = 0) -> list[int]:
+    """Token ids without the special ones."""
+    import torch
+
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randint(11, vocab, (count,), generator=draw).tolist()
+
+
+def _random(path: Path, positions: int | None = None) -> Path:
     from deepinfer.checkpoint.synth import random_tensors, write_checkpoint
     from deepinfer.model.config import ModelConfig
     from deepinfer.tokenizer.token_map import compute_token_map
     from examples.train_tiny.configuration import complete
     from tests import t6
 
+    if path.is_dir():
+        return path
     classes, count = compute_token_map(t6.tokenizer_json())
     config = complete()
     text = config["text_config"]
+    text["max_position_embeddings"] = positions or text["max_position_embeddings"]
     free = text["engram_compressed_vocab_size"] - count  # classes left for ids without text
     rest = (count + at % free for at in range(text["vocab_size"] - len(classes)))
     tensors = random_tensors(ModelConfig.from_dict(config), seed=0)

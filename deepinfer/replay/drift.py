@@ -58,8 +58,7 @@ def drift(
     """Drift by keep, over the next `tokens` tokens that the uncut engine would choose greedily.
 
     runner, sizes: `Parts.runner` and `Parts.sizes` of an engine that serves nobody: its memory is
-    overwritten, prefix pages too. A prompt and `tokens` more must fit in it. Raises InternalError
-    for a model that cannot be cut.
+    overwritten, prefix pages too. A prompt and `tokens` more must fit in it.
     """
     trial = Trial(runner, sizes)
     found: dict[int, list[Drift]] = {keep: [] for keep in keeps}
@@ -133,14 +132,7 @@ class Trial:
         return tables
 
     def _plans(self, prompts: Sequence[Ids], keep: int | None) -> list[ReplayPlan]:
-        config = self._runner.config
-        rule = ReplayRule(
-            layers=config.num_hidden_layers,
-            boundary=None if config.cut_obstacles else config.decoder_start,
-            window=config.sliding_window,
-            mode="off" if keep is None else "compact",
-            keep=keep or 0,
-        )
+        rule = ReplayRule.of(self._runner.config, "compact", "full" if keep is None else keep)
         return [rule.plan(len(prompt)) for prompt in prompts]
 
     def _prefill(

@@ -116,7 +116,8 @@ class Meter:
 
     def _ranges(self, layer: int, tokens: int) -> LayerRanges:
         config = self.config
-        boundary = config.num_hidden_layers if config.cut_obstacles else config.decoder_start
+        start = config.decoder_start
+        boundary = config.num_hidden_layers if start is None else start
         computed = _positions(self._rows[layer], tokens, f"rows of layer {layer}")
         stored = _positions(self._keys[layer], tokens, f"keys of layer {layer}")
         first = int(computed[0]) if computed.size else tokens
