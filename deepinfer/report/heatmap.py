@@ -145,7 +145,7 @@ def strip(document: Mapping[str, Any], view: Mapping[str, Any], width: int, plai
 
 
 def _scale(placed: Mapping[int, str], columns: int, cut: int | None) -> str:
-    """The line of tick labels, each centred on its edge."""
+    """The line of tick labels, each centred on its edge, the outer ones inside the map."""
     line = [" "] * (columns + 8)
     for at, text in placed.items():
         start = 0 if at == 0 else at - len(text) // 2
@@ -153,7 +153,8 @@ def _scale(placed: Mapping[int, str], columns: int, cut: int | None) -> str:
         start += cut is not None and at > columns - cut
         if at == columns:
             start = columns - len(text) + (cut is not None)
-        line[start : start + len(text)] = text
+        if not "".join(line[max(start - 1, 0) : start + len(text) + 1]).strip():
+            line[start : start + len(text)] = text
     return "".join(line)
 
 

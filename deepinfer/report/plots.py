@@ -13,7 +13,7 @@ from typing import Any
 
 from deepinfer.report import heatmap
 from deepinfer.report.replay import STATES, views
-from deepinfer.report.tables import unit_of
+from deepinfer.report.tables import bars, unit_of
 
 __all__ = ["write"]
 
@@ -47,7 +47,7 @@ def _heat_map(document: Mapping[str, Any], view: Mapping[str, Any], base: Path) 
     cells = [
         [STATES.index(heatmap.state_of(layer, tokens - far)) for far, _ in bins] for layer in layers
     ]
-    figure, (map_axes, bars) = _figure(
+    figure, (map_axes, work) = _figure(
         (11, 1.9 + max(0.13 * len(layers), 1.6)), ncols=2, sharey=True,
         gridspec_kw={"width_ratios": [3.2, 1]},
     )  # fmt: skip
@@ -61,17 +61,17 @@ def _heat_map(document: Mapping[str, Any], view: Mapping[str, Any], base: Path) 
     map_axes.set_xlabel("tokens before the end of the prompt (growing bins)")
     _marks(map_axes, document, view, found)
     _bands(map_axes, layers)
-    size, unit = unit_of(max(layer["flops_full"] for layer in layers))
+    size, unit = unit_of(max(layer["flops_full"] for layer in layers), 1)
     y = [layer["index"] for layer in layers]
     if view["mode"] != "off":
         full = [layer["flops_full"] / size for layer in layers]
-        bars.barh(y, full, 0.8, color="#D9D9D9", label="full")
+        work.barh(y, full, 0.8, color="#D9D9D9", label="full")
     spent = [sum(layer["flops"].values()) / size for layer in layers]
-    bars.barh(y, spent, 0.8, color=COLOURS["computed"],
+    work.barh(y, spent, 0.8, color=COLOURS["computed"],
               label="full" if view["mode"] == "off" else view["mode"])  # fmt: skip
-    bars.set_xlabel(f"{unit} per layer (FP8-equivalent)")
-    bars.tick_params(left=False, labelleft=False)
-    bars.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2, frameon=False)
+    work.set_xlabel(f"{unit} per layer (FP8-equivalent)")
+    work.tick_params(left=False, labelleft=False)
+    work.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2, frameon=False)
     states = [s for s in STATES if any(layer[s] for layer in layers)]
     figure.legend(
         handles=[Patch(facecolor=COLOURS[s], edgecolor="#999999", label=heatmap.WORDS[s])
@@ -96,7 +96,7 @@ def _marks(
     columns, before = len(found) - 1, None
     for name, distance in heatmap.marks(document, view).items():
         at = columns - found.index(distance)
-        near = before is not None and abs(at - before) < columns / 4
+        near = before is not None and abs(at - before) < columns / 3
         text = f"keep {distance:,}" if name == "keep" else \
             f"cache hit at {document['prompt_tokens'] - distance:,}"  # fmt: skip
         side = "left" if at < columns / 8 else "right" if at > columns * 7 / 8 else "center"
@@ -120,35 +120,30 @@ def _bands(axes: Any, layers: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _flops(document: Mapping[str, Any], base: Path) -> list[Path]:
-    found = views(document)
-    first = found[0]["totals"]
-    names = list(first["components"])
-    size, unit = unit_of(first["flops_full"])
-    bars = [("full", {n: c["flops_full"] for n, c in first["components"].items()}, 0.0)]
-    bars += [
-        (f"keep {view['keep']}", {n: c["flops"] for n, c in view["totals"]["components"].items()},
-         view["totals"]["flops_saved"])
-        for view in found if view["mode"] != "off"
-    ]  # fmt: skip
-    figure, axes = _figure((10, 1.9 + 0.55 * len(bars)))
-    for row, (_, parts, saved) in enumerate(bars):
+    shown = bars(document)
+    names = list(shown[0][1])
+    longest = max(sum(parts.values()) for _, parts, _ in shown)
+    size, unit = unit_of(longest)
+    figure, axes = _figure((10, 1.9 + 0.55 * len(shown)))
+    for row, (_, parts, saved) in enumerate(shown):
         left = 0.0
         for colour, name in zip(PALETTE, names, strict=False):
             value = parts.get(name, 0) / size
             axes.barh(row, value, 0.62, left=left, color=colour, edgecolor="white", linewidth=0.5,
                       label=name if row == 0 else None)  # fmt: skip
             left += value
-        text = f" {left:,.4g} {unit}" + (f", {saved * 100:.1f} % saved" if row else "")
+        text = f" {left:,.4g} {unit}" + (
+            f", {saved * 100:.1f} % saved" if saved is not None else ""
+        )
         axes.text(left, row, text, va="center")
-    axes.set_yticks(range(len(bars)), [name for name, _, _ in bars])
+    axes.set_yticks(range(len(shown)), [name for name, _, _ in shown])
     axes.invert_yaxis()
-    axes.set_xlim(0, first["flops_full"] / size * 1.22)
-    axes.set_xlabel(f"{unit} of the prompt's {_new(found[0], document):,} new tokens"
-                    " (FP8-equivalent)")  # fmt: skip
+    axes.set_xlim(0, longest / size * 1.28)
+    axes.set_xlabel(f"{unit} of the prompt's new tokens (FP8-equivalent)")
     figure.legend(loc="outside lower center", ncols=len(names), frameon=False,
                   handlelength=1.2, columnspacing=1.2)  # fmt: skip
     figure.suptitle(_title(document, "FLOPs by component"))
-    table = ((bar, name, parts.get(name, 0)) for bar, parts, _ in bars for name in names)
+    table = ((bar, name, parts.get(name, 0)) for bar, parts, _ in shown for name in names)
     return _saved(figure, base, ("bar", "component", "flops"), table)
 
 
@@ -168,8 +163,9 @@ def _drift(document: Mapping[str, Any], base: Path) -> list[Path]:
         for at, value in enumerate(values):
             axes.plot(at, value or floor, "o", color=colour, markersize=7,
                       markerfacecolor=colour if value else "white", zorder=3)  # fmt: skip
-            axes.annotate(f"{value:.2g}" if value else "0", (at, value or floor), (0, 8),
-                          textcoords="offset points", ha="center")  # fmt: skip
+            axes.annotate(f"{value:.2g}" if value else "0", (at, value or floor), (0, 9),
+                          textcoords="offset points", ha="center", zorder=4,
+                          bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})  # fmt: skip
         axes.set_yscale("log")
         axes.set_ylim(floor / 2, max(positive, default=1e-5) * 6)
         axes.set_ylabel(name)
@@ -182,7 +178,7 @@ def _drift(document: Mapping[str, Any], base: Path) -> list[Path]:
                        ha="center", va="bottom", color=RED)  # fmt: skip
     panels[-1].set_xticks(range(len(rows)), keeps)
     panels[-1].set_xlabel("keep (tokens at the end that run through every layer)")
-    figure.suptitle(_title(document, "drift against an uncut prompt"))
+    figure.suptitle(_title({**document, "source": "measured"}, "drift against the uncut prompt"))
     head = ("keep", "max_abs_dlogit", "kl", "top1_agreement")
     return _saved(figure, base, head, (tuple(row[key] for key in head) for row in rows))
 
@@ -191,10 +187,6 @@ def _title(document: Mapping[str, Any], what: str) -> str:
     """The first line of every picture: whose numbers, and whether anything ran."""
     name, tokens = document["model"]["name"], document["prompt_tokens"]
     return f"{name}, {tokens:,}-token prompt: {what} ({document['source']})"
-
-
-def _new(view: Mapping[str, Any], document: Mapping[str, Any]) -> int:
-    return document["prompt_tokens"] - view["cached_tokens"]
 
 
 def _figure(size: tuple[float, float], **grid: Any) -> tuple[Any, Any]:

@@ -11,24 +11,36 @@ from typing import Any
 
 from deepinfer.report.replay import views
 
-__all__ = ["ascii_only", "drift", "facts", "flops", "title", "unit_of"]
+__all__ = ["ascii_only", "bars", "drift", "facts", "flops", "title", "unit_of"]
 
-_UNITS = ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1.0, "FLOP"))
-_ASCII = {"−": "-", " · ": " | ", "→": "->", "Δ": "d"}
+_UNITS = (
+    (1e15, "PFLOP"),
+    (1e12, "TFLOP"),
+    (1e9, "GFLOP"),
+    (1e6, "MFLOP"),
+    (1e3, "kFLOP"),
+    (1.0, "FLOP"),
+)
+_ASCII = {"−": "-", " · ": " | ", "→": "->"}
 
 Table = tuple[tuple[str, ...], list[tuple[str, ...]], str]
 """Column heads, rows, title."""
 
 
-def unit_of(flops: float) -> tuple[float, str]:
-    """The unit in which a number of FLOPs reads well: its size and its name."""
-    return next(unit for unit in _UNITS if flops >= unit[0] or unit[0] == 1)
+def unit_of(flops: float, least: int = 10) -> tuple[float, str]:
+    """The largest unit of which a number of FLOPs has at least so many: its size and its name."""
+    return next(unit for unit in _UNITS if flops >= least * unit[0] or unit[0] == 1)
 
 
 def title(document: Mapping[str, Any], view: Mapping[str, Any]) -> str:
-    model = document["model"]["name"]
+    """Whose numbers these are, and what is shown if that is not all."""
+    model, shown = document["model"]["name"], document["shown"]
     source = {"plan": "plan, nothing ran", "measured": "measured"}[document["source"]]
-    return f"{model} · prompt {document['prompt_tokens']:,} · {keep(view)} · {source}"
+    line = f"{model} · prompt {document['prompt_tokens']:,} · {keep(view)} · {source}"
+    (low, high), (first, last) = shown["layers"], shown["tokens"]
+    if high - low < document["model"]["layers"] or last - first < document["prompt_tokens"]:
+        line += f"\nonly layers {low}-{high - 1}, tokens {first:,}-{last - 1:,}; totals are of all"
+    return line
 
 
 def keep(view: Mapping[str, Any]) -> str:
@@ -63,23 +75,42 @@ def facts(document: Mapping[str, Any], view: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def bars(document: Mapping[str, Any]) -> list[tuple[str, dict[str, int], float | None]]:
+    """Name, FLOPs by component and saved fraction of each keep, behind the uncut prompt (None)
+    with the same hit: keeps may resume at different tokens, and then there are several."""
+    found, tokens = views(document), document["prompt_tokens"]
+    hits: list[int] = []
+    several = len({view["cached_tokens"] for view in found}) > 1
+    shown: list[tuple[str, dict[str, int], float | None]] = []
+    for view in found:
+        parts, hit = view["totals"]["components"], view["cached_tokens"]
+        if hit not in hits:
+            hits.append(hit)
+            name = f"full, {tokens - hit:,} new" if several else "full"
+            shown.append((name, {n: part["flops_full"] for n, part in parts.items()}, None))
+        if view["mode"] != "off":
+            spent = {n: part["flops"] for n, part in parts.items()}
+            shown.append((keep(view), spent, view["totals"]["flops_saved"]))
+    return shown
+
+
 def flops(document: Mapping[str, Any]) -> Table:
     """FLOPs by component: uncut, and with each keep."""
-    cut = [view for view in views(document) if view["mode"] != "off"]
-    totals = views(document)[0]["totals"]
-    size, unit = unit_of(totals["flops_full"])
-    heads = ["component", f"full {unit}"]
-    for view in cut:
-        heads += [f"{keep(view)} {unit}", "saved"]
-    names = {name: (part["flops_full"], [v["totals"]["components"][name]["flops"] for v in cut])
-             for name, part in totals["components"].items()}  # fmt: skip
-    names["total"] = totals["flops_full"], [v["totals"]["flops"] for v in cut]
-    rows = []
-    for name, (full, others) in names.items():
-        row = [name, _amount(full / size)]
-        for other in others:
-            row += [_amount(other / size), _percent(1 - other / full)]
-        rows.append(tuple(row))
+    shown = bars(document)
+    size, unit = unit_of(max(sum(parts.values()) for _, parts, _ in shown))
+    heads, columns = ["component"], []
+    full: list[int] = []
+    names = list(shown[0][1])
+    for name, parts, saved in shown:
+        numbers = [parts.get(n, 0) for n in names] + [sum(parts.values())]
+        heads.append(f"{name} {unit}")
+        columns.append([_amount(number / size) for number in numbers])
+        if saved is None:
+            full = numbers
+        else:
+            heads.append("saved")
+            columns.append([_percent(1 - a / b) for a, b in zip(numbers, full, strict=True)])
+    rows = list(zip([*names, "total"], *columns, strict=True))
     return tuple(heads), rows, "FLOPs of the new tokens (FP8-equivalent)"
 
 
@@ -89,7 +120,7 @@ def drift(document: Mapping[str, Any]) -> Table:
          _percent(row["top1_agreement"]))
         for row in document["drift"]
     ]  # fmt: skip
-    heads = ("keep", "max |Δlogit|", "KL nats", "top-1 agreement")
+    heads = ("keep", "max |dlogit|", "KL nats", "top-1 agreement")
     return heads, rows, "Drift against the uncut prompt"
 
 

@@ -197,6 +197,21 @@ def test_facts_and_tables():
     assert tables.ascii_only("\n".join(lines)).isascii()
 
 
+def test_keeps_that_resume_elsewhere_are_compared_with_their_own_uncut_prompt():
+    view = record(FLASH, 1000, cached=1000, others=(512, "full"))
+    shown = tables.bars(view)
+    assert [name for name, _, _ in shown] == [
+        "full, 232 new", "keep 140", "full, 616 new", "keep 512", "full, 104 new",
+    ]  # fmt: skip
+    for name, parts, saved in shown:
+        if saved is None:
+            full = sum(parts.values())
+        else:
+            assert saved == pytest.approx(1 - sum(parts.values()) / full) and 0 < saved < 1, name
+    heads, rows, _ = tables.flops(view)
+    assert len(heads) == len(rows[0]) == 8 and all(float(r[3][:-2]) >= 0 for r in rows)
+
+
 def test_pictures_and_the_tables_behind_them(tmp_path):
     pytest.importorskip("matplotlib")
     from deepinfer.report import plots
