@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ __all__ = ["Checkpoint", "open_checkpoint", "read_token_map"]
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 TOKENIZER, TOKEN_MAP = "tokenizer.json", "engram_token_map.json"
+_SAMPLES, _SAMPLE_BYTES = 64, 4096  # of each file
 PART_OF_MANY = re.compile(r"-\d+-of-(\d+)\.safetensors$")
 
 
@@ -50,6 +52,20 @@ class Checkpoint:
     def weight_bytes(self) -> int:
         """Bytes of the tensors that will be loaded."""
         return sum(t.nbytes for t in self.coverage.used.values())
+
+    def identity(self) -> bytes:
+        """A digest of the configuration, of what every file holds where, and of samples of its
+        bytes: other weights in the same files are told apart, without reading all of them."""
+        seen = blake2b(json.dumps(self.config_dict, sort_keys=True).encode(), digest_size=32)
+        for name, tensor in sorted(self.tensors.items()):
+            seen.update(f"{name} {tensor.dtype} {tensor.shape} {tensor.begin}".encode())
+        for file in self.files:
+            size = file.stat().st_size
+            with file.open("rb") as data:
+                for part in range(_SAMPLES):
+                    data.seek(size * part // _SAMPLES)
+                    seen.update(data.read(_SAMPLE_BYTES))
+        return seen.digest()
 
 
 def open_checkpoint(path: str | os.PathLike[str], origin: str = "") -> Checkpoint:

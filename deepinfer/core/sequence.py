@@ -8,27 +8,41 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from deepinfer.core.request import Request
+
+if TYPE_CHECKING:
+    from deepinfer.replay.plan import ReplayPlan
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
     """Mutable state of one request; identity is the object.
 
-    order: arrival number, small is old. tokens: prompt and generated ids. computed: how many of
-    them are in memory. slot, pages: what it owns while running, None and [] otherwise. preemptions:
-    how often it lost them. counts: of generated ids, kept only where penalties need them.
+    order: arrival number, small is old. full: run every layer on every row, from token 0. tokens:
+    prompt and generated ids. computed: how many of them are in memory. slot, pages: what it owns
+    while running, None and [] otherwise. preemptions: how often it lost them. counts: of generated
+    ids, kept only where penalties need them.
+    replay: how its prompt is computed. names: of its whole pages (`kvcache.prefix`), the first
+    `named` of which others can find. windows: page of the sequence -> window page being filled.
+    restore: window pages that its first rows need.
     """
 
     request: Request
     order: int
+    full: bool = False
     tokens: list[int] = field(init=False)
     computed: int = 0
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
     preemptions: int = 0
     counts: Counter[int] = field(default_factory=Counter)
+    replay: ReplayPlan | None = None
+    names: list[bytes] = field(default_factory=list)
+    named: int = 0
+    windows: dict[int, int] = field(default_factory=dict)
+    restore: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt_ids)

@@ -30,7 +30,8 @@ from deepinfer.tokenizer.tokenizer import StopText
 class Answer:
     """State of one request from submission to result.
 
-    highest: tokens that were in memory at some time; recomputed: rows run again below that.
+    highest: tokens that were in memory at some time, the first `cached` of them from a prefix hit;
+    replayed: rows run again to refill windows after it; recomputed: other rows run again.
     keep_rows: collect the logits of every row in `kept`. Times are clock readings in seconds.
     """
 
@@ -46,6 +47,8 @@ class Answer:
     scheduled: float | None = None
     first: float | None = None
     highest: int = 0
+    cached: int = 0
+    replayed: int = 0
     recomputed: int = 0
     result: Completion | None = None
 
@@ -59,6 +62,13 @@ class Answer:
         return asked and len(self.prompt_logprobs) < self.sequence.prompt_tokens
 
     @property
+    def _replay(self) -> str:
+        """How the prompt was prefilled, with the reason where the request itself decided."""
+        asked = self.sequence.request.params.prompt_logprobs is not None
+        cut = self.parts.rule.cuts and asked
+        return "off (prompt_logprobs)" if cut else self.parts.rule.mode
+
+    @property
     def wants_all_rows(self) -> bool:
         return self.keep_rows or self.wants_prompt
 
@@ -69,7 +79,13 @@ class Answer:
 
     def ran(self, chunk: Chunk, rows: torch.Tensor) -> None:
         """Count the rows of a chunk that ran; `rows` are its logits [chunk.logits, vocab]."""
-        self.recomputed += min(chunk.end, self.highest) - min(chunk.start, self.highest)
+        plan, start = chunk.replay, chunk.start
+        if plan is not None:
+            if not self.highest:
+                self.highest = self.cached = plan.cached
+            self.replayed += max(min(chunk.end, plan.cached) - start, 0)
+            start = min(max(start, plan.cached), chunk.end)
+        self.recomputed += min(chunk.end, self.highest) - min(start, self.highest)
         self.highest = max(self.highest, chunk.end)
         if self.keep_rows:
             if chunk.start == 0:
@@ -129,7 +145,9 @@ class Answer:
             finish_reason=reason,
             usage=Usage(
                 prompt_tokens=sequence.prompt_tokens,
-                computed_tokens=min(self.highest, sequence.prompt_tokens),
+                cached_tokens=self.cached,
+                replayed_tokens=self.replayed,
+                computed_tokens=min(self.highest, sequence.prompt_tokens) - self.cached,
                 completion_tokens=sequence.generated,
                 recomputed_tokens=self.recomputed,
             ),
@@ -139,6 +157,7 @@ class Answer:
             seed=request.seed,
             batch_invariant=self.parts.batch_invariant,
             settings=self.parts.settings,
+            replay=self._replay,
             logprobs=None if params.logprobs is None else tuple(self.logprobs),
             prompt_logprobs=(
                 None if params.prompt_logprobs is None else tuple(self.prompt_logprobs)

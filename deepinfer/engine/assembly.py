@@ -6,14 +6,17 @@ read. It must not know requests or the loop that will use the parts.
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from deepinfer.core.step import StepPlan
 from deepinfer.errors import CapacityError, CheckpointError, UsageError
+from deepinfer.kvcache.prefix import Reuse, Tier
+from deepinfer.replay.plan import ReplayRule
 from deepinfer.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -21,21 +24,25 @@ if TYPE_CHECKING:
 
     from deepinfer.checkpoint.layout import Checkpoint
     from deepinfer.model.config import ModelConfig
+    from deepinfer.ops.registry import Choice
     from deepinfer.settings import Settings
 
 EMBEDDED = Path(__file__).parents[1] / "embedded"
 _SHARE = 4  # the state of requests may fill one part in so many of the free memory
+_HOST_SHARE = 8  # and pages that the device lost, one in so many of the host's
 
 
 class Runs(Protocol):
     """What the engine needs of a runner: `engine.runner.Runner`, or a scripted one in tests."""
 
     def forward(self, plan: StepPlan) -> torch.Tensor: ...
+    def read(self, kind: str, pages: Sequence[int]) -> list[bytes]: ...
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Capacities: slots, pages of page_tokens tokens, longest sequence, rows of a step."""
+    """Capacities: slots, pages of page_tokens tokens, longest sequence, rows of a step, and pages
+    of window rows kept for reuse."""
 
     slots: int
     pages: int
@@ -43,6 +50,7 @@ class Sizes:
     max_model_len: int
     max_rows: int
     chunk: int
+    window_pages: int = 0
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,10 @@ class Parts:
     vocab_size: int
     eos_ids: tuple[int, ...]
     sizes: Sizes
+    rule: ReplayRule = ReplayRule(layers=1, boundary=None, window=1)
+    reuse: Reuse = Reuse(enabled=False)
+    tiers: tuple[Tier, ...] = ()
+    durable: Tier | None = None
     batch_invariant: bool = False
     settings: Mapping[str, object] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
@@ -71,9 +83,12 @@ def embedded_model() -> Path:
     return found[0].parent
 
 
-def assemble(settings: Settings) -> Parts:
-    """Open, check, size, load. Raises CheckpointError, UsageError, CapacityError and
-    EnvironmentProblem, each before the weights are read where that is possible."""
+def assemble(settings: Settings, warn: Callable[[str], object]) -> Parts:
+    """Open, check, size, load; `warn` gets what goes wrong later without ending anything.
+
+    Raises CheckpointError, UsageError, CapacityError and EnvironmentProblem, each before the
+    weights are read where that is possible.
+    """
     from deepinfer.checkpoint.layout import open_checkpoint
     from deepinfer.checkpoint.load import load_weights
     from deepinfer.device import detect
@@ -96,7 +111,15 @@ def assemble(settings: Settings) -> Parts:
     free, keep = plan_weights(checkpoint, _free_bytes(device))
     overrides = [f"{op}={name}" for op, name in settings.backend.items()]
     ops = registry.build(device, overrides, keep_weights=keep)
+    rule = ReplayRule.of(config, settings.replay_mode, settings.swa_keep)
     sizes, warnings = plan_sizes(settings, config, free)
+    reuse = Reuse(
+        enabled=settings.prefix_cache,
+        identity=_identity(checkpoint, token_map, rule, sizes, registry.explain(device, overrides)),
+        context=max(0, config.engram_max_ngram_size - 1),
+        replay=settings.encoder_replay,
+    )
+    tiers, durable = _tiers(settings, reuse, warn)
     weights = load_weights(checkpoint, device, draft=False)
     runner = Runner(
         config,
@@ -107,6 +130,8 @@ def assemble(settings: Settings) -> Parts:
         page_tokens=sizes.page_tokens,
         device=device,
         token_map=token_map,
+        stateful=rule.stateful,
+        window_pages=sizes.window_pages,
     )
     return Parts(
         runner=runner,
@@ -114,10 +139,68 @@ def assemble(settings: Settings) -> Parts:
         vocab_size=config.vocab_size,
         eos_ids=(config.eos_token_id,),
         sizes=sizes,
+        rule=rule,
+        reuse=reuse,
+        tiers=tiers,
+        durable=durable,
         batch_invariant=settings.batch_invariant,
         settings=settings.as_json(),
-        warnings=(*settings.warnings, *weights.report.warnings, *warnings),
+        warnings=(
+            *settings.warnings, *weights.report.warnings, *warnings, *uncut(settings, config)
+        ),
+    )  # fmt: skip
+
+
+def uncut(settings: Settings, config: ModelConfig) -> tuple[str, ...]:
+    """A warning where truncation is off because the model's layout does not allow it."""
+    if settings.source("replay_mode") != "model" or not config.cut_obstacles:
+        return ()
+    return (
+        "truncation is off, every layer runs on every prompt token: "
+        + "; ".join(config.cut_obstacles),
     )
+
+
+def _identity(
+    checkpoint: Checkpoint,
+    token_map: Sequence[int] | None,
+    rule: ReplayRule,
+    sizes: Sizes,
+    choices: Sequence[Choice],
+) -> bytes:
+    """What kept state depends on beside the tokens: the checkpoint, how numbers are computed, and
+    how a page is laid out."""
+    import deepinfer
+
+    parts = (
+        checkpoint.identity(),
+        deepinfer.__version__,
+        rule.stateful,
+        sizes.page_tokens,
+        token_map,
+        [(choice.op, choice.backend) for choice in choices],
+    )
+    return hashlib.blake2b(repr(parts).encode(), digest_size=32).digest()
+
+
+def _tiers(
+    settings: Settings, reuse: Reuse, warn: Callable[[str], object]
+) -> tuple[tuple[Tier, ...], Tier | None]:
+    """Where state may be kept beside the device's memory, and which of these keeps all of it.
+
+    Host memory gets as much as the folder, at most an eighth of what is free.
+    """
+    from deepinfer.kvcache.tiers import DiskTier, HostTier
+
+    if not reuse.enabled:
+        return (), None
+    host = HostTier(min(settings.prefix_cache_bytes, max(_free_bytes("cpu"), 0) // _HOST_SHARE))
+    if settings.prefix_cache_dir is None:
+        return (host,), None
+    disk = DiskTier(
+        Path(settings.prefix_cache_dir), settings.prefix_cache_bytes, reuse.identity.hex(), warn
+    )
+    return (host, disk), disk
 
 
 def plan_weights(checkpoint: Checkpoint, free: int) -> tuple[int, bool]:
@@ -146,9 +229,10 @@ def plan_sizes(settings: Settings, config: ModelConfig, free: int) -> tuple[Size
     """How many requests and tokens to hold, `free` bytes given after the weights; and warnings.
 
     What was asked for is kept or refused (CapacityError kv-too-small). What was not is cut to a
-    quarter of the free memory: requests at most half of that, tokens the rest.
+    quarter of the free memory: requests at most half of that, window rows for reuse a quarter of
+    what is left, tokens the rest.
     """
-    from deepinfer.kvcache.pools import bytes_per_slot, bytes_per_token
+    from deepinfer.kvcache.pools import bytes_per_slot, bytes_per_token, bytes_per_window_page
 
     page = settings.page_tokens
     budget = max(free, 0) // _SHARE
@@ -160,6 +244,13 @@ def plan_sizes(settings: Settings, config: ModelConfig, free: int) -> tuple[Size
             f"{settings.origin('max_num_seqs')} {settings.max_num_seqs}: memory for {slots} "
             "requests at once, others wait"
         )
+    window_pages = 0
+    if settings.prefix_cache:
+        rule = ReplayRule.of(config, settings.replay_mode, settings.swa_keep)
+        window_bytes = bytes_per_window_page(config, page, rule.stateful)
+        most = (budget - slots * slot_bytes) // 4 // window_bytes
+        window_pages = max(min(slots * rule.window_pages(page), most), 0)
+        budget -= window_pages * window_bytes
     fit = int(max((budget - slots * slot_bytes) // page_bytes, 0)) if page_bytes else 1 << 40
     length = settings.max_model_len or config.max_position_embeddings
     if settings.kv_cache_tokens is not None:
@@ -184,8 +275,9 @@ def plan_sizes(settings: Settings, config: ModelConfig, free: int) -> tuple[Size
             raise _does_not_fit(page, 0, free, page_bytes / page, "--page-tokens")
         length = min(length, pages * page)
     sizes = Sizes(
-        slots, pages, page, length, settings.max_num_batched_tokens, settings.prefill_chunk
-    )
+        slots, pages, page, length, settings.max_num_batched_tokens, settings.prefill_chunk,
+        window_pages,
+    )  # fmt: skip
     return sizes, tuple(warnings)
 
 

@@ -22,7 +22,8 @@ from deepinfer.engine.answer import Answer
 from deepinfer.engine.assembly import Parts, assemble
 from deepinfer.engine.intake import Asked, Intake
 from deepinfer.errors import DeepinferError, InternalError, UsageError
-from deepinfer.kvcache.blocks import BlockAllocator
+from deepinfer.kvcache import BlockAllocator, PrefixCache
+from deepinfer.kvcache.tiers import Key
 from deepinfer.sampling import sampler
 from deepinfer.scheduler.policy import Policy, Step
 from deepinfer.settings import Settings, resolve
@@ -57,14 +58,15 @@ class LLM:
         on_warning: Callable[[str], None] | None = None,
         **settings: object,
     ) -> None:
-        self._start(assemble(resolve({"model_dir": model_dir, **settings})), on_warning)
+        parts = assemble(resolve({"model_dir": model_dir, **settings}), on_warning or _warn)
+        self._start(parts, on_warning)
 
     @classmethod
     def from_settings(
         cls, settings: Settings, on_warning: Callable[[str], None] | None = None
     ) -> LLM:
         """An engine from settings that are resolved already, as the command line does it."""
-        return cls.from_parts(assemble(settings), on_warning=on_warning)
+        return cls.from_parts(assemble(settings, on_warning or _warn), on_warning=on_warning)
 
     @classmethod
     def from_parts(
@@ -88,8 +90,16 @@ class LLM:
         sizes = parts.sizes
         self.parts = parts
         self._clock = clock
-        self._policy = Policy(
+        self._prefix = PrefixCache(
+            parts.rule,
             BlockAllocator(sizes.pages, sizes.page_tokens),
+            BlockAllocator(sizes.window_pages, sizes.page_tokens),
+            parts.reuse,
+            parts.tiers,
+            parts.durable,
+        )
+        self._policy = Policy(
+            self._prefix,
             slots=sizes.slots,
             max_rows=sizes.max_rows,
             chunk=sizes.chunk,
@@ -197,7 +207,8 @@ class LLM:
     def _submit(self, call: _Call, asked: Sequence[Asked], keep_rows: bool = False) -> None:
         now = self._clock()
         for one in asked:
-            sequence = Generation(one.request, next(self._arrivals))
+            full = keep_rows or one.request.params.prompt_logprobs is not None
+            sequence = Generation(one.request, next(self._arrivals), full)
             answer = Answer(sequence, self.parts, now, keep_rows)
             call.answers.append(answer)
             call.open += 1
@@ -214,6 +225,7 @@ class LLM:
         for answer in call.answers:
             if answer.result is None:
                 self._finish(answer, call, FinishReason.ABORT)
+        self._persist()
 
     def _finish(
         self,
@@ -244,6 +256,7 @@ class LLM:
             answer, _ = self._running[sequence]
             answer.scheduled = now if answer.scheduled is None else answer.scheduled
         try:
+            self._move(self._prefix.leaving(), self._prefix.keep)
             self._commit(step, self.parts.runner.forward(step.plan))
         except BaseException:
             # The memory of these sequences is half written: whoever goes on starts afresh.
@@ -251,6 +264,19 @@ class LLM:
                 if sequence.slot is not None:
                     self._policy.preempt(sequence)
             raise
+        self._persist()
+
+    def _persist(self) -> None:
+        """Write the pages that became complete to the durable tier."""
+        self._move(self._prefix.completed(), self._prefix.persist)
+
+    def _move(self, pages: Sequence[tuple[Key, int]], store: Callable[[Key, bytes], None]) -> None:
+        """Hand the bytes of (key, page) on to `store`."""
+        for kind in {key[0] for key, _ in pages}:
+            group = [(key, page) for key, page in pages if key[0] == kind]
+            payloads = self.parts.runner.read(kind, [page for _, page in group])
+            for (key, _), payload in zip(group, payloads, strict=True):
+                store(key, payload)
 
     def _commit(self, step: Step, logits: torch.Tensor) -> None:
         """Take a step's logits [logit rows, vocab]: choose, append, tell, finish."""
@@ -271,13 +297,19 @@ class LLM:
                 else:
                     complete.append(sequence)
         chosen = self._draw(logits, drawing)
+        broken += [
+            sequence
+            for (sequence, _), (token, _) in zip(drawing, chosen, strict=True)
+            if token is None
+        ]
         for chunk, sequence in zip(step.plan.chunks, step.sequences, strict=True):
-            sequence.computed = chunk.end
+            if sequence in broken:
+                self._prefix.forget(sequence)
+            else:
+                self._prefix.advance(sequence, chunk.end)
         now = self._clock()
         for (sequence, _), (token, logprob) in zip(drawing, chosen, strict=True):
-            if token is None:
-                broken.append(sequence)
-            else:
+            if token is not None:
                 self._deliver(sequence, token, logprob, now)
         for sequence in complete:
             self._finish(*self._running[sequence], FinishReason.LENGTH)

@@ -47,7 +47,7 @@ class HostTier:
         self.nbytes = 0
         self._pages: OrderedDict[Key, bytes] = OrderedDict()
 
-    def __contains__(self, key: Key) -> bool:
+    def contains(self, key: Key) -> bool:
         return key in self._pages
 
     def get(self, key: Key) -> bytes | None:

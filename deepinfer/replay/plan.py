@@ -9,6 +9,7 @@ else decides. It must not know tensors, pages or requests. Source: model spec §
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from deepinfer.errors import InternalError
 
@@ -92,6 +93,19 @@ class ReplayPlan:
         return tuple(self.ranges(layer) for layer in range(self.layers))
 
 
+class Shape(Protocol):
+    """What a rule must know of a model; `model.config.ModelConfig` is one."""
+
+    @property
+    def num_hidden_layers(self) -> int: ...
+    @property
+    def decoder_start(self) -> int | None: ...
+    @property
+    def sliding_window(self) -> int: ...
+    @property
+    def cut_obstacles(self) -> tuple[str, ...]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class ReplayRule:
     """How prompts of one model are cut.
@@ -111,6 +125,20 @@ class ReplayRule:
             raise InternalError(
                 "replay-rule", f"mode {self.mode!r} with boundary layer {self.boundary}"
             )
+
+    @classmethod
+    def of(cls, model: Shape, mode: str, keep: int | str) -> ReplayRule:
+        """The rule of a model for the settings `replay_mode` and `swa_keep` (tokens or "full");
+        a model that cannot be cut (`cut_obstacles`) is not."""
+        if keep == "full" or model.cut_obstacles:
+            mode = "off"
+        return cls(
+            layers=model.num_hidden_layers,
+            boundary=model.decoder_start,
+            window=model.sliding_window,
+            mode=mode,
+            keep=0 if mode == "off" else int(keep),
+        )
 
     @property
     def cuts(self) -> bool:
@@ -137,6 +165,11 @@ class ReplayRule:
     def latest_resume(self, tokens: int) -> int:
         """The last token at which a prompt may resume: what must run again lies behind it."""
         return max(tokens - self.keep, 0) if self.cuts else max(tokens - 1, 0)
+
+    def window_pages(self, size: int) -> int:
+        """Pages of `size` tokens whose window rows let a prompt resume, kept before its end and
+        before the end of its answer: a window, and what the latest resume may lie back."""
+        return -(-self.window // size) + (-(-self.keep // size) if self.cuts else 1)
 
     def plan(
         self, tokens: int, *, cached: int = 0, refill: int = 0, full: bool = False

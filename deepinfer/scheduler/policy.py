@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from deepinfer.core.sequence import Sequence
-from deepinfer.core.step import Chunk, StepPlan
-from deepinfer.kvcache.blocks import BlockAllocator
+from deepinfer.core.step import Chunk, Load, StepPlan
+from deepinfer.kvcache.prefix import PrefixCache
 
 # After this many preemptions a sequence waits until nobody can take its pages again.
 PATIENCE = 2
@@ -37,14 +37,16 @@ class Policy:
     Every running sequence gets at least one row in every step, so at most `max_rows` run. Decoding
     rows come first, oldest request first; then prompts, at most `chunk` rows of one request in a
     step; then new requests in order of arrival, never past one that does not fit yet. Memory for a
-    whole prompt is taken at admission, for the answer page by page. When a decoding sequence finds
+    whole prompt is taken at admission, less what others have computed already, for the answer page
+    by page. When a decoding sequence finds
     no page, the newest running one gives everything up and is computed again later. The oldest is
     never preempted by another, and any sequence alone fits (who calls `add` has made sure), so
     every step makes progress.
     """
 
-    def __init__(self, blocks: BlockAllocator, *, slots: int, max_rows: int, chunk: int) -> None:
-        self.blocks = blocks
+    def __init__(self, prefix: PrefixCache, *, slots: int, max_rows: int, chunk: int) -> None:
+        self.prefix = prefix
+        self.blocks = prefix.entries
         self.slots = slots
         self.max_rows = max_rows
         self.chunk = chunk
@@ -70,7 +72,6 @@ class Policy:
     def preempt(self, sequence: Sequence) -> None:
         """Take the memory of a running sequence; it waits and is computed again from its tokens."""
         self._release(sequence)
-        sequence.computed = 0
         sequence.preemptions += 1
         insort(self.waiting, sequence, key=_arrival)
 
@@ -92,15 +93,17 @@ class Policy:
             size = min(sequence.pending, self._limit(sequence, want_all_rows), spare)
             taken.append((sequence, size))
             rows -= size
-        while rows > 0 and self.waiting and self._admissible(self.waiting[0]):
-            sequence = self._admit()
+        loads: list[Load] = []
+        while rows > 0 and self.waiting and (more := self._admit(self.waiting[0])) is not None:
+            loads += more
+            sequence = self.waiting.pop(0)
             size = min(sequence.pending, self._limit(sequence, want_all_rows), rows)
             taken.append((sequence, size))
             rows -= size
         if not taken:
             return None
         chunks = tuple(self._chunk(sequence, size, want_all_rows) for sequence, size in taken)
-        return Step(StepPlan(chunks), tuple(sequence for sequence, _ in taken))
+        return Step(StepPlan(chunks, tuple(loads)), tuple(sequence for sequence, _ in taken))
 
     def _limit(self, sequence: Sequence, want_all_rows: Wants) -> int:
         return min(self.chunk, LOGIT_ROWS) if want_all_rows(sequence) else self.chunk
@@ -112,12 +115,18 @@ class Policy:
             logits = size
         else:
             logits = 1 if end == len(sequence.tokens) else 0
+        begins = start == sequence.replay.first
+        context = self.prefix.reuse.context if begins else 0
         return Chunk(
             slot=sequence.slot,
             start=start,
             token_ids=tuple(sequence.tokens[start:end]),
             pages=tuple(sequence.pages[: self.blocks.pages_for(end)]),
             logits=logits,
+            replay=sequence.replay,
+            windows=self.prefix.windows_of(sequence, start, end),
+            restore=tuple(sequence.restore),
+            context=tuple(sequence.tokens[max(start - context, 0) : start]),
         )
 
     def _grow(self, sequence: Sequence) -> bool:
@@ -133,31 +142,31 @@ class Policy:
     def _missing(self, sequence: Sequence, tokens: int) -> int:
         return max(self.blocks.pages_for(tokens) - len(sequence.pages), 0)
 
-    def _admissible(self, sequence: Sequence) -> bool:
-        """Is there a slot, and memory for what is known of it while the running ones grow on?"""
+    def _admit(self, sequence: Sequence) -> list[Load] | None:
+        """Let a sequence run if there is a slot, and memory for what is known of it while the
+        running ones grow on. Returns what must be loaded for it; None: not now."""
         if len(self.running) >= min(self.slots, self.max_rows):
-            return False
+            return None
         growth = [self._missing(running, running.request.need) for running in self.running]
+        hit = self.prefix.find(sequence)
+        need = self.prefix.missing(sequence, hit)
         if sequence.preemptions < PATIENCE:
-            need = self.blocks.pages_for(len(sequence.tokens))
             reserve = sum(min(pages, 1) for pages in growth)
         else:
-            need = self.blocks.pages_for(sequence.request.need)
+            need += self.blocks.pages_for(sequence.request.need)
+            need -= self.blocks.pages_for(len(sequence.tokens))
             reserve = sum(growth)
-        return need + reserve <= self.blocks.free
-
-    def _admit(self) -> Sequence:
-        sequence = self.waiting.pop(0)
+        if need + reserve > self.blocks.free:
+            self.prefix.undo(hit)
+            return None
         sequence.slot = self._free_slots.pop()
-        sequence.pages = self.blocks.take(self.blocks.pages_for(len(sequence.tokens)))
         insort(self.running, sequence, key=_arrival)
-        return sequence
+        return self.prefix.adopt(sequence, hit)
 
     def _release(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
-        self.blocks.give_back(sequence.pages)
+        self.prefix.release(sequence)
         self._free_slots.append(sequence.slot)
-        sequence.pages = []
         sequence.slot = None
 
 

@@ -79,9 +79,7 @@ def rest_idle_threads() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
-_ALL_LAYERS = "is not in this version: every layer runs on every row"
 _NO_DRAFT = "is not in this version: tokens are decoded one by one, without drafts"
-_NO_PREFIX = "is not in this version: every prompt is computed from its first token"
 
 _USED = (
     Setting(
@@ -96,13 +94,13 @@ _USED = (
     Setting(
         "swa_keep", "DEEPINFER_YOCO_PREFILL_KEEP_TOKENS", "--swa-keep", kinds.keep, 140,
         "Prompt tokens at the end that run through the decoder half; full = all", "Replay",
-        official=True, note=_ALL_LAYERS, inert=("full",),
+        official=True,
     ),
     Setting(
         "replay_mode", "DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE", "--replay-mode",
         kinds.choice("off", "mask", "compact"), "compact",
         "How a prompt's older rows skip the decoder half; mask = same answer, no saving", "Replay",
-        official=True, note=_ALL_LAYERS, inert=("off",),
+        official=True,
     ),
     Setting(
         "max_rollback", "DEEPINFER_MAX_BACKTRACKING_TOKENS", "--max-rollback", kinds.whole(1), None,
@@ -170,21 +168,19 @@ _USED = (
     Setting(
         "prefix_cache", "DEEPINFER_PREFIX_CACHE", "--prefix-cache", kinds.boolean, True,
         "Reuse the state of prompts that begin alike", advanced=True,
-        note=_NO_PREFIX, inert=(False,),
     ),
     Setting(
         "prefix_cache_dir", "DEEPINFER_PREFIX_CACHE_DIR", "--prefix-cache-dir", kinds.path, None,
-        "Folder that keeps reusable state between runs", advanced=True, note=_NO_PREFIX,
+        "Folder that keeps reusable state between runs", advanced=True,
     ),
     Setting(
         "prefix_cache_bytes", "DEEPINFER_PREFIX_CACHE_BYTES", "--prefix-cache-bytes",
         kinds.size, 10 * 1024**3, "Size cap of that folder", advanced=True,
-        shown_default="10 GiB", note=_NO_PREFIX,
+        shown_default="10 GiB",
     ),
     Setting(
         "encoder_replay", "DEEPINFER_PREFIX_CACHE_ENCODER_REPLAY", "--encoder-replay",
         kinds.boolean, False, "Refill encoder windows approximately on a reuse", advanced=True,
-        note=_NO_PREFIX, inert=(False,),
     ),
     Setting(
         "kv_cache_tokens", "DEEPINFER_KV_CACHE_TOKENS", "--kv-cache-tokens", kinds.whole(1), None,

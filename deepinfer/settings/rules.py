@@ -33,6 +33,8 @@ class ModelShape(Protocol):
     def num_nextn_predict_layers(self) -> int: ...
     @property
     def dspark_block_size(self) -> int: ...
+    @property
+    def cut_obstacles(self) -> tuple[str, ...]: ...
 
 
 def derive(values: Mapping[str, Value]) -> tuple[dict[str, Value], list[str]]:
@@ -158,6 +160,9 @@ def _check_keep(values: dict[str, Value], model: ModelShape) -> None:
     keep, rollback = values["swa_keep"], values["max_rollback"]
     least = model.sliding_window + rollback.value
     if values["replay_mode"].value == "off" or keep.value == "full":
+        return
+    if model.cut_obstacles:  # the engine says so once; here only the value follows
+        values["replay_mode"] = Value("off", "model", "the checkpoint")
         return
     if not keep.chosen:
         values["swa_keep"] = Value(max(DEFAULT_KEEP, least), "model", "the checkpoint")

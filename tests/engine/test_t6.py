@@ -48,7 +48,7 @@ def test_text_in_text_out(llm):
     )
     deltas = list(llm.stream("hello", sampled(1)))
     assert "".join(delta.text for delta in deltas) == result.text
-    assert result.seed == 1 and result.replay == "off" and result.speculation is None
+    assert result.seed == 1 and result.replay == "compact" and result.speculation is None
     [by_ids] = llm.generate([[0, *t6.ids("hello")]], sampled(1))
     assert by_ids.token_ids == result.token_ids, "ids are used as given"
 

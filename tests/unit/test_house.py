@@ -22,7 +22,9 @@ TORCH_FREE = (
     "deepinfer", "deepinfer.errors", "deepinfer.core.request", "deepinfer.core.sequence",
     "deepinfer.core.step", "deepinfer.settings", "deepinfer.device", "deepinfer.toolchain",
     "deepinfer.report.records", "deepinfer.model.config", "deepinfer.checkpoint.layout",
-    "deepinfer.checkpoint.names", "deepinfer.kvcache.blocks", "deepinfer.scheduler.policy",
+    "deepinfer.checkpoint.names", "deepinfer.kvcache.blocks", "deepinfer.kvcache.prefix",
+    "deepinfer.kvcache.tiers", "deepinfer.scheduler.policy", "deepinfer.replay",
+    "deepinfer.model.cost",
     "deepinfer.tokenizer.tokenizer", "deepinfer.cli.main", "deepinfer.cli.checks",
 )  # fmt: skip
 

@@ -10,17 +10,24 @@ from hypothesis import strategies as st
 
 from deepinfer.core.request import Request, SamplingParams
 from deepinfer.core.sequence import Sequence
-from deepinfer.kvcache.blocks import BlockAllocator
+from deepinfer.kvcache import BlockAllocator, PrefixCache, Reuse
+from deepinfer.replay import ReplayRule
 from deepinfer.scheduler.policy import Policy
+
+RULE = ReplayRule(layers=4, boundary=2, window=4)
 
 
 class Bench:
     """A policy and the loop around it: token 7 is what everybody says."""
 
     def __init__(self, pages=64, page_tokens=4, slots=8, max_rows=32, chunk=32):
-        self.policy = Policy(
-            BlockAllocator(pages, page_tokens), slots=slots, max_rows=max_rows, chunk=chunk
+        prefix = PrefixCache(
+            RULE,
+            BlockAllocator(pages, page_tokens),
+            BlockAllocator(0, page_tokens),
+            Reuse(enabled=False),
         )
+        self.policy = Policy(prefix, slots=slots, max_rows=max_rows, chunk=chunk)
         self.order = itertools.count()
         self.steps = []
         self.done = []
@@ -40,7 +47,7 @@ class Bench:
         self.check(step)
         self.steps.append(step)
         for chunk, sequence in zip(step.plan.chunks, step.sequences, strict=True):
-            sequence.computed = chunk.end
+            self.policy.prefix.advance(sequence, chunk.end)
             if chunk.logits:
                 sequence.append(7)
             if sequence.generated == sequence.request.max_new:

@@ -278,11 +278,8 @@ def test_defaults_are_the_documented_ones():
 
 def test_what_has_no_code_yet_says_so_once_when_asked_for():
     lines = resolve({"swa_keep": 200, "mtp": 3}, environ={}, source="flag").warnings
-    assert lines == (
-        "--swa-keep is not in this version: every layer runs on every row",
-        "--mtp is not in this version: tokens are decoded one by one, without drafts",
-    )
-    calm = {"mtp": 0, "prefix_cache": False, "replay_mode": "off", "overlap": False}
+    assert lines == ("--mtp is not in this version: tokens are decoded one by one, without drafts",)
+    calm = {"mtp": 0, "prefix_cache": False, "replay_mode": "mask", "overlap": False}
     assert resolve(calm, environ={}).warnings == ()
 
 

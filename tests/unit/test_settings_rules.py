@@ -20,6 +20,7 @@ def model(window=128, block=5, stages=3, ratios=(0, 2, 1), positions=4096):
         max_position_embeddings=positions,
         num_nextn_predict_layers=stages,
         dspark_block_size=block,
+        cut_obstacles=(),
     )
 
 
