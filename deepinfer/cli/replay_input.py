@@ -31,7 +31,8 @@ _SIZES = {"": 1, "k": 2**10, "m": 2**20}
 
 @dataclass(frozen=True)
 class Asked:
-    """A checked question. layers, tokens: what to show, half-open. ids: of a text, else empty."""
+    """A checked question. layers, tokens: what to show, half-open. said: warnings that were given.
+    ids: of a text, else empty."""
 
     config: ModelConfig
     name: str
@@ -40,6 +41,7 @@ class Asked:
     layers: tuple[int, int]
     tokens: tuple[int, int]
     plans: tuple[tuple[Settings, ReplayRule, ReplayPlan], ...]
+    said: tuple[str, ...] = ()
     ids: tuple[int, ...] = field(default=(), repr=False)
 
     def prompt_ids(self) -> tuple[int, ...]:
@@ -59,6 +61,8 @@ def read_asked(
 
     Raises UsageError, CheckpointError (not a model of this kind) and CapacityError (too long).
     """
+    from deepinfer.engine.assembly import uncut
+
     words = [None] if keeps is None else [word.strip() for word in keeps.split(",")]
     every = [
         resolve(chosen if word is None else {**chosen, "swa_keep": word}, environ, source="flag")
@@ -77,8 +81,8 @@ def read_asked(
     shown_layers = _span(layers, "--layers", config.num_hidden_layers)
     shown_tokens = _span(tokens, "--tokens", count)
     plans = tuple(_plan(for_model(settings, config), config, count, hit) for settings in every)
-    if config.cut_obstacles:
-        said |= {f"truncation is off for this model: {config.cut_obstacles[0]}": None}
+    for settings, _, _ in plans:
+        said |= dict.fromkeys(uncut(settings, config))
     for line in said:
         output.warn(line)
     for settings, rule, plan in plans:
@@ -88,17 +92,16 @@ def read_asked(
                 f"--cached {hit:,} is used up to {plan.cached:,} "
                 f"(keep {keep}, pages of {settings.page_tokens} tokens)"
             )
-    return Asked(config, name, count, hit, shown_layers, shown_tokens, plans, ids)
+    return Asked(config, name, count, hit, shown_layers, shown_tokens, plans, tuple(said), ids)
 
 
 def _plan(
     settings: Settings, config: ModelConfig, tokens: int, cached: int
 ) -> tuple[Settings, ReplayRule, ReplayPlan]:
-    from deepinfer.report.replay import plan_with_hit, rule_of
+    from deepinfer.replay.plan import ReplayRule
+    from deepinfer.report.replay import plan_with_hit
 
-    keep = settings.swa_keep
-    whole = keep == "full" or settings.replay_mode == "off"
-    rule = rule_of(config, "off" if whole else settings.replay_mode, 0 if whole else keep)
+    rule = ReplayRule.of(config, settings.replay_mode, settings.swa_keep)
     page, encoder_replay = settings.page_tokens, settings.encoder_replay
     return settings, rule, plan_with_hit(rule, tokens, cached, page, encoder_replay)
 

@@ -7,6 +7,7 @@ is shown.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from deepinfer.cli.output import Output
@@ -38,6 +39,9 @@ def body(output: Output, asked: Asked, measure: bool, compare_full: bool) -> dic
         "model": replay.shape(asked.config, asked.name, settings.max_rollback),
         "prompt_tokens": asked.prompt_tokens,
         "requested_cached_tokens": asked.cached,
+        "state_bytes": replay.state_bytes(
+            asked.config, asked.prompt_tokens, settings.max_rollback, settings.mtp > 0
+        ),
         "thresholds": replay.thresholds(asked.config, rule, settings.max_rollback),
         "shown": {"layers": list(asked.layers), "tokens": list(asked.tokens)},
         **parts[0],
@@ -54,7 +58,8 @@ def _measured(output: Output, settings: Settings, asked: Asked, plan: ReplayPlan
     import deepinfer
 
     output.info(f"running {plan.tokens - plan.first:,} tokens, keep {settings.swa_keep}")
-    llm = deepinfer.LLM.from_settings(settings, on_warning=output.warn)  # type: ignore[attr-defined]
+    warn = _unsaid(output, asked)
+    llm = deepinfer.LLM.from_settings(settings, on_warning=warn)  # type: ignore[attr-defined]
     try:
         return llm.measure(asked.prompt_ids(), cached=plan.cached)
     finally:
@@ -70,7 +75,10 @@ def _drift(output: Output, settings: Settings, asked: Asked) -> list[dict[str, A
     cut = [keep for keep in keeps if isinstance(keep, int)]
     found: dict[int, Any] = {}
     if cut:
-        parts, ids = assemble(settings), asked.prompt_ids()
+        warn = _unsaid(output, asked)
+        parts, ids = assemble(settings, warn), asked.prompt_ids()
+        for line in parts.warnings:
+            warn(line)
         most = parts.sizes.max_model_len
         if len(ids) >= most:
             raise CapacityError(
@@ -83,6 +91,16 @@ def _drift(output: Output, settings: Settings, asked: Asked) -> list[dict[str, A
         tokens = min(DRIFT_TOKENS, most - len(ids))
         found = drift(parts.runner, parts.sizes, [ids], cut, tokens)
     return [_row(keep, found[keep] if isinstance(keep, int) else None) for keep in keeps]
+
+
+def _unsaid(output: Output, asked: Asked) -> Callable[[str], None]:
+    """Warnings of the engine, without those that were given when the question was read."""
+
+    def warn(line: str) -> None:
+        if line not in asked.said:
+            output.warn(line)
+
+    return warn
 
 
 def _row(keep: int | str, drift: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from deepinfer.model.config import ModelConfig
 from deepinfer.replay.plan import LayerRanges, ReplayPlan, ReplayRule
 
 __all__ = ["ROLES", "STATES", "Measured", "check", "components", "inspection", "plan_with_hit",
-           "restricted", "rule_of", "shape", "thresholds", "views"]  # fmt: skip
+           "restricted", "shape", "state_bytes", "thresholds", "views"]  # fmt: skip
 
 STATES = ("computed", "keys_only", "read", "skipped")
 # The plan's words for the halves, and those of the pictures.
@@ -30,18 +30,6 @@ class Measured(Protocol):
     def layers(self) -> Sequence[LayerRanges]: ...
     @property
     def flops(self) -> Mapping[str, int]: ...
-
-
-def rule_of(config: ModelConfig, mode: str, keep: int) -> ReplayRule:
-    """How prompts of this model are cut; a layout that cannot be cut has mode "off"."""
-    boundary = None if config.cut_obstacles else config.decoder_start
-    return ReplayRule(
-        layers=config.num_hidden_layers,
-        boundary=boundary,
-        window=config.sliding_window,
-        mode="off" if boundary is None else mode,
-        keep=keep,
-    )
 
 
 def plan_with_hit(
@@ -68,10 +56,17 @@ def shape(config: ModelConfig, name: str, rollback: int) -> dict[str, Any]:
     }
 
 
+def state_bytes(config: ModelConfig, tokens: int, rollback: int, drafts: bool) -> int:
+    """Bytes that the state of a prompt takes in the engine, draft windows with it if it drafts."""
+    stages = config.num_nextn_predict_layers if drafts else 0
+    growing = cost.growing_bytes_per_token(config) * tokens
+    return round(cost.fixed_bytes(config, rollback, stages) + growing)
+
+
 def thresholds(config: ModelConfig, rule: ReplayRule, rollback: int) -> dict[str, Any]:
     """The two keeps of serving semantics §2: the least allowed, and where the cut becomes exact."""
     limits: dict[str, Any] = {"minimum": rule.minimum(rollback), "exact": rule.exact}
-    if rule.boundary is None:
+    if config.cut_obstacles:
         limits |= {"exact": None, "why": f"cannot be cut: {config.cut_obstacles[0]}"}
     return limits
 

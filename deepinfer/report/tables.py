@@ -61,6 +61,7 @@ def facts(document: Mapping[str, Any], view: Mapping[str, Any]) -> list[str]:
     parts = [f"cached {view['cached_tokens']:,}", f"new {new:,}"]
     if view["replayed_tokens"]:
         parts.append(f"replayed {view['replayed_tokens']:,}")
+    parts.append(f"state {document['state_bytes'] / 2**20:,.1f} MiB")
     parts += [
         f"layer-rows {_minus(totals['rows_saved'])}",
         f"FLOPs {_minus(totals['flops_saved'])}",

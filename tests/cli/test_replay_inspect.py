@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import deepinfer
+from deepinfer.replay.plan import ReplayRule
 from deepinfer.report import replay
 
 STATES = ("computed", "keys_only", "read", "skipped")
@@ -195,7 +196,12 @@ def test_a_model_that_cannot_be_cut(inspect, tmp_path, valid):
     file.write_text(json.dumps(t6.config(engram_layer_ids=[1, 4])))
     done = inspect("--config-json", file, "--prompt-len", "50", "--swa-keep", "28", "--json")
     found = valid("replay", document(done))
-    assert done.err.count("warning: truncation is off for this model: layer 4") == 1
+    assert (
+        done.err.count(
+            "warning: truncation is off, every layer runs on every prompt token: layer 4"
+        )
+        == 1
+    )
     assert (found["mode"], found["keep"], found["thresholds"]["exact"]) == ("off", "full", None)
     assert found["totals"]["flops_saved"] == 0
 
@@ -277,8 +283,7 @@ def measured(fake_llm, monkeypatch):
 
         config = ModelConfig.from_dict(json.loads((EMBEDDED / "config.json").read_text()))
         keep = llm.settings.swa_keep
-        whole = keep == "full"
-        rule = replay.rule_of(config, "off" if whole else "compact", 0 if whole else keep)
+        rule = ReplayRule.of(config, "compact", keep)
         plan = rule.plan(len(prompt_ids), cached=cached)
         asked.setdefault("calls", []).append((keep, len(prompt_ids), cached))
         run = Run(plan.all_ranges(), replay.components(config, plan))
@@ -295,7 +300,9 @@ def test_measured_equals_planned(inspect, valid, measured, fake_llm):
     found = valid("replay", document(done))
     assert found["source"] == "measured" and fake_llm.asked["closed"]
     assert measured["calls"] == [(140, 1000, 512), ("full", 1000, 512)]
-    assert "keep 140 · measured" in inspect(*args).out
+    done = inspect(*args, DEEPINFER_SWA_KEEPS="1")
+    assert "keep 140 · measured" in done.out
+    assert done.err.count("warning: DEEPINFER_SWA_KEEPS is not a setting") == 1, done.err
 
 
 def test_measured_differs_from_planned(inspect, valid, measured, fake_llm):
@@ -322,10 +329,11 @@ def test_drift(inspect, valid, monkeypatch):
         row = types.SimpleNamespace(max_abs_dlogit=0.5, kl=0.003, top1_agreement=0.98)
         return dict.fromkeys(keeps, row)
 
-    parts = types.SimpleNamespace(runner="it", sizes=types.SimpleNamespace(max_model_len=1040))
+    sizes = types.SimpleNamespace(max_model_len=1040)
+    parts = types.SimpleNamespace(runner="it", sizes=sizes, warnings=("odd weights",))
     module = types.SimpleNamespace(drift=drift)
     monkeypatch.setitem(sys.modules, "deepinfer.replay.drift", module)
-    monkeypatch.setattr(assembly, "assemble", lambda settings: parts)
+    monkeypatch.setattr(assembly, "assemble", lambda settings, warn: parts)
     args = ("--prompt-len", "1000", "--swa-keep", "140,256,full", "--compare-full")
     found = valid("replay", document(inspect(*args, "--json")))
     assert found["drift"] == [
@@ -335,10 +343,11 @@ def test_drift(inspect, valid, monkeypatch):
     ]
     assert found["source"] == "plan" and seen["keeps"] == [140, 256] and seen["tokens"] == 40
     assert len(seen["prompts"]) == 1 and len(seen["prompts"][0]) == 1000
-    assert "140\t0.5\t0.003\t98.0 %" in inspect(*args).out
+    done = inspect(*args)
+    assert "140\t0.5\t0.003\t98.0 %" in done.out and "warning: odd weights" in done.err
     done = inspect("--prompt-len", "1040", "--compare-full")
     assert done.status == 5 and "the prompt has 1,040 tokens" in done.err
-    monkeypatch.setattr(assembly, "assemble", lambda settings: pytest.fail("a dry run"))
+    monkeypatch.setattr(assembly, "assemble", lambda settings, warn: pytest.fail("a dry run"))
     assert inspect(*args, "--dry-run").status == 0
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from deepinfer.errors import InternalError
 from deepinfer.model.config import ModelConfig
+from deepinfer.replay.plan import ReplayRule
 from deepinfer.report import heatmap, replay, tables
 from tests import t6
 
@@ -23,7 +24,7 @@ def record(config, tokens, keep=140, cached=0, mode="compact", shown=None, other
     """A document without its head, as the command makes it."""
     views = []
     for one in (keep, *others):
-        rule = replay.rule_of(config, "off" if one == "full" else mode, 0 if one == "full" else one)
+        rule = ReplayRule.of(config, mode, one)
         plan = replay.plan_with_hit(rule, tokens, cached, 128, refill)
         view = replay.inspection(config, rule, plan)
         views.append(replay.restricted(view, (0, config.num_hidden_layers), shown or (0, tokens)))
@@ -31,6 +32,7 @@ def record(config, tokens, keep=140, cached=0, mode="compact", shown=None, other
         "source": "plan",
         "model": replay.shape(config, "a model", 6),
         "prompt_tokens": tokens,
+        "state_bytes": replay.state_bytes(config, tokens, 6, True),
         "thresholds": replay.thresholds(config, rule, 6),
         "shown": {"layers": [0, config.num_hidden_layers], "tokens": list(shown or (0, tokens))},
         **views[0],
@@ -53,13 +55,21 @@ def test_the_four_states_cover_every_layer_exactly_once(config, mode):
 
 
 def test_thresholds_and_savings_of_the_published_model():
-    rule = replay.rule_of(FLASH, "compact", 140)
+    rule = ReplayRule.of(FLASH, "compact", 140)
     assert replay.thresholds(FLASH, rule, 6) == {"minimum": 134, "exact": 2541}
     # Performance ledger §1.3, and the rows of serving semantics §8.
     for tokens, saved in ((256, 0.222), (1024, 0.432), (8192, 0.488), (2**17, 0.496)):
         totals = record(FLASH, tokens)["totals"]
         assert totals["flops_saved"] == pytest.approx(saved, abs=0.003)
     assert record(FLASH, 10_000)["totals"]["rows_saved"] == pytest.approx(0.493, abs=5e-5)
+
+
+def test_state_is_what_the_ledger_says():
+    grown = replay.state_bytes(FLASH, 2000, 0, False) - replay.state_bytes(FLASH, 1000, 0, False)
+    assert grown == 890_000
+    fixed = replay.state_bytes(FLASH, 0, 0, False)
+    assert fixed == pytest.approx(2.70e6, rel=0.01)
+    assert replay.state_bytes(FLASH, 0, 6, True) - fixed == (134 * 43 - 128 * 40) * 528
 
 
 def test_totals_are_sums():
@@ -75,19 +85,19 @@ def test_totals_are_sums():
 
 
 def test_a_hit_ends_at_a_page_that_leaves_the_tail_to_compute():
-    rule = replay.rule_of(FLASH, "compact", 140)
+    rule = ReplayRule.of(FLASH, "compact", 140)
     hits = {cached: replay.plan_with_hit(rule, 1000, cached, 128).cached for cached in
             (0, 127, 128, 700, 860, 896, 1000)}  # fmt: skip
     assert hits == {0: 0, 127: 0, 128: 128, 700: 640, 860: 768, 896: 768, 1000: 768}
-    whole = replay.rule_of(FLASH, "off", 0)
+    whole = ReplayRule.of(FLASH, "off", 0)
     assert replay.plan_with_hit(whole, 1024, 1024, 128).cached == 896
     assert replay.plan_with_hit(rule, 1000, 1000, 128, encoder_replay=True).refill == 128
 
 
 def test_a_layout_that_cannot_be_cut_runs_everything():
     config = t6.model_config(engram_layer_ids=[1, 4])
-    rule = replay.rule_of(config, "compact", 28)
-    assert rule.mode == "off" and rule.boundary is None
+    rule = ReplayRule.of(config, "compact", 28)
+    assert rule.mode == "off"
     limits = replay.thresholds(config, rule, 6)
     assert limits["exact"] is None and "layer 4" in limits["why"]
     view = replay.inspection(config, rule, rule.plan(50))
@@ -102,7 +112,7 @@ class Run:
 
 
 def test_a_run_that_differs_from_the_plan_is_our_bug():
-    rule = replay.rule_of(FLASH, "compact", 140)
+    rule = ReplayRule.of(FLASH, "compact", 140)
     plan = rule.plan(1000, cached=512)
     layers, flops = plan.all_ranges(), replay.components(FLASH, plan)
     replay.check(FLASH, plan, Run(layers, flops))
@@ -166,7 +176,7 @@ def test_no_strip_is_wider_than_its_terminal_or_higher_than_24_rows():
 
 
 def test_what_is_left_out_is_left_out_of_the_map_and_not_of_the_totals():
-    rule = replay.rule_of(FLASH, "compact", 140)
+    rule = ReplayRule.of(FLASH, "compact", 140)
     whole = replay.inspection(FLASH, rule, rule.plan(1000))
     part = replay.restricted(whole, (19, 22), (800, 900))
     assert [layer["index"] for layer in part["layers"]] == [19, 20, 21]
@@ -182,7 +192,7 @@ def test_facts_and_tables():
     lines = tables.facts(view, view)
     assert lines == [
         "minimum 134 (window 128 + rollback 6) · exact from 2,541 · here approximate",
-        "cached 57,344 · new 8,192 · layer-rows −49.1 % · FLOPs −48.8 %",
+        "cached 57,344 · new 8,192 · state 58.5 MiB · layer-rows −49.1 % · FLOPs −48.8 %",
         "against the whole prompt uncut: layer-rows −93.6 % · FLOPs −93.5 %",
     ]
     heads, rows, _ = tables.flops(view)
