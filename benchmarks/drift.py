@@ -251,14 +251,18 @@ def picture(results: dict[str, dict[str, Any]], path: Path, title: str) -> None:
     plt.close(figure)
 
 
-def save(study: Study, about: dict[str, Any], out: Path, picture_too: bool) -> None:
-    """Data, table and picture, each written as a whole."""
+def save(study: Study, about: dict[str, Any], out: Path) -> None:
+    """Data and tables so far."""
     out.mkdir(parents=True, exist_ok=True)
     document = {"about": {**about, "exact": study.exact}, "results": study.results}
     (out / "drift.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     (out / "drift.md").write_text(tables(study.results), encoding="utf-8")
-    if picture_too:
-        picture(study.results, out / "drift.png", about["title"])
+
+
+def draw(out: Path) -> None:
+    """The picture of what `save` wrote."""
+    document = json.loads((out / "drift.json").read_text(encoding="utf-8"))
+    picture(document["results"], out / "drift.png", document["about"]["title"])
 
 
 def main() -> int:
@@ -272,7 +276,11 @@ def main() -> int:
     parser.add_argument("--n", type=int, help="questions a kind; default 6, 210 on a device")
     parser.add_argument("--tasks", nargs="*", default=TASKS, choices=TASKS)
     parser.add_argument("--seconds", type=float, help="begin no exercise after these; 60, or 380")
+    parser.add_argument("--redraw", action="store_true", help="the picture alone, of saved data")
     asked = parser.parse_args()
+    if asked.redraw:
+        draw(asked.out)
+        return 0
     begin = time.monotonic()
     host = asked.accelerator == "cpu"
     prompts = asked.prompts or (2 if host else 128)
@@ -299,16 +307,16 @@ def main() -> int:
         study = Study(llm, asked.data)
         study.drift(prompts, length)
         print(f"drift: {time.monotonic() - begin:.0f} s", flush=True)
-        save(study, about, asked.out, False)
+        save(study, about, asked.out)
         for task in asked.tasks:
             if time.monotonic() - begin > seconds:
                 print(f"{task}: no time left", flush=True)
                 continue
             study.accuracy(task, n)
             print(f"{task}: {time.monotonic() - begin:.0f} s", flush=True)
-            save(study, about, asked.out, False)
-    save(study, about, asked.out, True)
+            save(study, about, asked.out)
     print("\n" + tables(study.results))
+    draw(asked.out)
     print(f"forced rows equal decoded rows bit for bit: {study.exact}")
     return 0 if study.exact else 1
 

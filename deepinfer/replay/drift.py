@@ -102,7 +102,7 @@ class Trial:
         for at in range(tokens):
             starts = [len(prompt) - 1 + at for prompt in prompts]
             steps.append(self._step(last, starts, plans, tables, logits=1))
-            last = [[int(token)] for token in steps[-1].argmax(-1)]
+            last = [[token] for token in steps[-1].argmax(-1).tolist()]
             for answer, ids in zip(answers, last, strict=True):
                 answer += ids
         return answers, list(torch.stack(steps, 1))
