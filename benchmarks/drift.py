@@ -214,39 +214,47 @@ def tables(results: dict[str, dict[str, Any]]) -> str:
 
 
 def picture(results: dict[str, dict[str, Any]], path: Path, title: str) -> None:
-    """KL by setting (log axis, noise floor as a band), and exact answers against the uncut run."""
+    """KL of every line of the table, the noise floor as a band; exact answers, points against the
+    uncut prefill, and the point that retrieval may fall by."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(12, 4.4), layout="constrained", width_ratios=(1, 1.5)
+    )
     names = [name for name in results if name != "full"]
-    kl = [results[name]["drift"]["kl"] for name in names]
-    colours = ["#0072B2" if name.startswith("K") else "#999999" for name in names]
-    labels = [name.removeprefix("full, ") for name in names]
-    left.bar(range(len(names)), kl, color=colours)
-    floor = [value for name, value in zip(names, kl, strict=True) if not name.startswith("K")]
+    cuts = [name for name in names if name.startswith("K")]
+    kl = {name: results[name]["drift"]["kl"] for name in names}
+    floor = [value for name, value in kl.items() if name not in cuts]
+    colours = {name: plt.cm.Blues(0.95 - 0.16 * at) for at, name in enumerate(cuts)}
+    colours |= {name: str(0.45 + 0.14 * at) for at, name in enumerate(NOISE)}
+    labels = {name: name.removeprefix("full, ") for name in names}
+    left.bar(labels.values(), kl.values(), color=[colours[labels[name]] for name in names])
     left.axhspan(min(floor), max(floor), color="#999999", alpha=0.25, linewidth=0)
-    left.set_yscale("log")
-    left.set_xticks(range(len(names)), labels, rotation=35, ha="right")
+    left.tick_params(axis="x", rotation=35)
     left.set_ylabel("KL(full || other), nats a token")
-    left.set_title("cut prefill (blue), other legal rounding (grey)", fontsize=10)
-    tasks = [name for name in results["full"] if name != "drift"]
-    width = 0.8 / len(results)
-    for at, (name, held) in enumerate(results.items()):
-        blue = plt.cm.Blues(0.4 + 0.15 * at) if name.startswith("K") else None
-        grey = str(0.25 + 0.13 * (len(results) - at)) if name != "full" else "black"
-        right.bar(
-            [i + (at - len(results) / 2) * width for i in range(len(tasks))],
-            [held[task]["exact"] * 100 for task in tasks],
-            width, color=blue or grey, label=name,
-        )  # fmt: skip
-    right.set_xticks(range(len(tasks)), tasks, rotation=35, ha="right")
-    right.set_ylabel("exact answers, %")
-    right.set_ylim(0, 100)
-    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8)
-    figure.suptitle(title, fontsize=10)
+    left.set_title("cut prefill (blue), uncut with another rounding (grey)", fontsize=10)
+    full = {task: held for task, held in results["full"].items() if task != "drift"}
+    marks = dict(zip(names, "osD^v<>P", strict=False))
+    most = 2.0
+    for at, name in enumerate(names):
+        moved = [(results[name][task]["exact"] - full[task]["exact"]) * 100 for task in full]
+        most = max(most, *(abs(value) + 0.5 for value in moved))
+        places = [i + (at - (len(names) - 1) / 2) * 0.1 for i in range(len(full))]
+        right.scatter(
+            places, moved, color=colours[labels[name]], marker=marks[name], s=34, label=labels[name]
+        )
+    right.axhline(0, color="black", linewidth=0.8)
+    right.axhline(-1, color="#B3261E", linewidth=1, linestyle="--")
+    right.set_ylim(-most, most * 1.3)
+    shown = [f"{task}\nfull {held['exact'] * 100:.1f} %" for task, held in full.items()]
+    right.set_xticks(range(len(full)), shown, fontsize=8)
+    right.set_ylabel("exact answers, points against full")
+    right.set_title("exercises; red: the point that retrieval may fall by", fontsize=10)
+    right.legend(loc="upper left", ncols=4, fontsize=8)
+    figure.suptitle(title, fontsize=11)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
