@@ -57,7 +57,7 @@ def _measured(output: Output, settings: Settings, asked: Asked, plan: ReplayPlan
     """What the engine's prefill of the prompt really did."""
     import deepinfer
 
-    output.info(f"running {plan.tokens - plan.first:,} tokens, keep {settings.swa_keep}")
+    output.say(f"running {plan.tokens - plan.first:,} tokens, keep {settings.swa_keep}")
     warn = _unsaid(output, asked)
     llm = deepinfer.LLM.from_settings(settings, on_warning=warn)  # type: ignore[attr-defined]
     try:
@@ -87,7 +87,7 @@ def _drift(output: Output, settings: Settings, asked: Asked) -> list[dict[str, A
                 "compared",
                 hint=f"--prompt-len {most - DRIFT_TOKENS}",
             )
-        output.info(f"comparing {len(cut)} keeps with the uncut prompt")
+        output.say(f"comparing {len(cut)} keeps with the uncut prompt")
         tokens = min(DRIFT_TOKENS, most - len(ids))
         found = drift(parts.runner, parts.sizes, [ids], cut, tokens)
     return [_row(keep, found[keep] if isinstance(keep, int) else None) for keep in keeps]

@@ -159,7 +159,9 @@ def _drift(document: Mapping[str, Any], base: Path) -> list[Path]:
         positive = [v for v in values if v]
         # Zero has no place on a logarithmic axis: such points lie on its lower edge and say so.
         floor = min(positive, default=1e-6) / 10
-        axes.plot(range(len(rows)), [v or floor for v in values], color=colour, zorder=2)
+        axes.plot(
+            [at for at, v in enumerate(values) if v], positive, color=colour, zorder=2,
+        )  # fmt: skip
         for at, value in enumerate(values):
             axes.plot(at, value or floor, "o", color=colour, markersize=7,
                       markerfacecolor=colour if value else "white", zorder=3)  # fmt: skip
