@@ -4,8 +4,9 @@
 A prompt is a cached prefix and 64 tokens more. Rows: counted from what ran, the encoder half
 against suffix + window, the decoder half against the kept tail. Purity: random prompts resumed at
 random places, in random chunks, give the bits of a fresh engine. Clock: hits at both lengths,
-interleaved. Instructions: of one hit more in a process of its own under callgrind, which finds the
-prefix in a cache folder; needs `valgrind`.
+interleaved. Instructions: of one hit, in a process that finds the prefix in a cache folder, under
+callgrind (needs `valgrind` and a C compiler). The index scores of a row read every entry before it,
+as the model is defined: their share is counted apart, by a hit that does the selection twice.
 
     python -m benchmarks.warm_hit                                       # 2K and 8K, no callgrind
     python -m benchmarks.warm_hit --long 32768 --instructions           # the bars on two cores
@@ -17,6 +18,7 @@ The model has random weights of the embedded sizes and takes 262,144 positions.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import random
 import re
@@ -31,13 +33,13 @@ from pathlib import Path
 
 from benchmarks import measure, models
 from deepinfer import SamplingParams
+from deepinfer.kvcache.memory import StepMemory
 from deepinfer.replay.meter import Meter
 
 KEEP = 140
 SUFFIX = 64
 ROWS_BAR = 1.05
 FLAT_BAR = 1.05
-HITS = (2, 4)  # of the two processes whose difference is counted
 ONE = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
 SEEN = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, logprobs=20)
 
@@ -65,22 +67,25 @@ class Warm:
         self.llm.generate([self.prefix(length)], ONE)
         return time.perf_counter() - start
 
-    def hit(self, length: int) -> float:
-        """Seconds of a prefix with a suffix that is new. Fails where nothing was found."""
+    def prompt(self, length: int) -> list[int]:
+        """A prefix with a suffix that is new."""
         self.suffixes += 1
         more = models.random_ids(SUFFIX, self.config.vocab_size, seed=1_000_000 + self.suffixes)
-        ids = [*self.prefix(length), *more]
+        return [*self.prefix(length), *more]
+
+    def hit(self, ids: list[int]) -> float:
+        """Seconds of a prompt whose prefix is cached. Fails where it was not found."""
         start = time.perf_counter()
         [result] = self.llm.generate([ids], ONE)
         seconds = time.perf_counter() - start
-        if result.usage.cached_tokens < length - KEEP - SUFFIX:
-            raise RuntimeError(f"{result.usage} is no hit of {length} tokens")
+        if result.usage.cached_tokens < len(ids) - KEEP - SUFFIX - self.llm.parts.sizes.page_tokens:
+            raise RuntimeError(f"no hit: {result.usage}")
         return seconds
 
     def rows(self, length: int) -> dict[str, object]:
         """Rows that a hit runs in each half, over the least that must run."""
         with Meter(self.llm.parts.runner) as meter:
-            self.hit(length)
+            self.hit(self.prompt(length))
         layers = meter.measured(length + SUFFIX).layers
         start = self.config.decoder_start
         halves = {"encoder": layers[:start], "decoder": layers[start:]}
@@ -118,22 +123,54 @@ def purity(folder: Path, accelerator: str, cases: int) -> int:
     return equal
 
 
-def instructions(folder: Path, cache: Path, length: int) -> float:
-    """Instructions of one warm hit more, in a process that finds the prefix in the folder."""
-    counts = []
-    for hits in HITS:
-        done = subprocess.run(
-            ["valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null", sys.executable,
-             "-m", "benchmarks.warm_hit", "--serve", str(hits), "--long", str(length),
-             "--model", str(folder), "--cache", str(cache)],
-            cwd=measure.ROOT, capture_output=True, text=True,
-            env={**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-        found = re.search(r"Collected\s*:\s*(\d+)", done.stderr)
-        if done.returncode or not found:
-            raise RuntimeError(f"callgrind: {done.stderr[-2000:]}")
-        counts.append(int(found[1]))
-    return (counts[1] - counts[0]) / (HITS[1] - HITS[0])
+MARKS = """
+#include <valgrind/callgrind.h>
+void start(void) { CALLGRIND_START_INSTRUMENTATION; CALLGRIND_ZERO_STATS; }
+void stop(void) { CALLGRIND_DUMP_STATS; CALLGRIND_STOP_INSTRUMENTATION; }
+"""
+
+
+def instructions(folder: Path, cache: Path, length: int, scratch: Path) -> tuple[int, int]:
+    """Instructions of a warm hit and, of these, those of the selection."""
+    source, library = scratch / "marks.c", scratch / "marks.so"
+    source.write_text(MARKS, encoding="utf-8")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
+    out = scratch / f"callgrind-{length}"
+    done = subprocess.run(
+        ["valgrind", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={out}",
+         sys.executable, "-m", "benchmarks.warm_hit", "--serve", str(library),
+         "--long", str(length), "--model", str(folder), "--cache", str(cache)],
+        cwd=measure.ROOT, capture_output=True, text=True,
+        env={**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(f"callgrind: {done.stderr[-2000:]}")
+    once, twice = (_total(Path(f"{out}.{number}")) for number in (1, 2))
+    return once, twice - once
+
+
+def _total(dump: Path) -> int:
+    return int(re.search(r"^(?:summary|totals): (\d+)", dump.read_text(), re.MULTILINE)[1])
+
+
+def serve(folder: Path, cache: Path, length: int, library: str) -> None:
+    """The process that callgrind watches: a hit that fills the device's memory from the folder,
+    one that counts, and one more whose selections run twice."""
+    marks = ctypes.CDLL(library)
+    warm = Warm(folder, "cpu", [length], cache)
+    warm.hit(warm.prompt(length))
+    select = StepMemory.select
+
+    def twice(self: StepMemory, *rest: object) -> None:
+        select(self, *rest)
+        select(self, *rest)
+
+    for how in (select, twice):
+        StepMemory.select = how
+        ids = warm.prompt(length)
+        marks.start()
+        warm.hit(ids)
+        marks.stop()
 
 
 def main() -> int:
@@ -146,15 +183,13 @@ def main() -> int:
     parser.add_argument("--instructions", action="store_true", help="minutes under callgrind")
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--cache", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.serve:
-        warm = Warm(asked.model, "cpu", [asked.long], asked.cache)
-        for _ in range(asked.serve):
-            warm.hit(asked.long)
+        serve(asked.model, asked.cache, asked.long, asked.serve)
         return 0
-    if asked.instructions and shutil.which("valgrind") is None:
-        print("valgrind is missing", file=sys.stderr)
+    if asked.instructions and not (shutil.which("valgrind") and shutil.which("cc")):
+        print("--instructions needs valgrind and a C compiler (cc)", file=sys.stderr)
         return 3
     lengths = [asked.short, asked.long]
     with tempfile.TemporaryDirectory() as scratch:
@@ -164,37 +199,46 @@ def main() -> int:
         cold = {length: warm.prefill(length) for length in lengths}
         rows = [warm.rows(length) for length in lengths]
         sides: dict[str, Callable[[], float]] = {
-            str(length): (lambda n=length: warm.hit(n)) for length in lengths
+            str(length): (lambda n=length: warm.hit(warm.prompt(n))) for length in lengths
         }
         seconds = measure.interleave(sides, asked.runs)
         warm.llm.close()
         equal = purity(folder, asked.accelerator, asked.cases)
         counted = {}
         if cache is not None:
-            counted = {length: instructions(folder, cache, length) for length in lengths}
+            counted = {
+                length: instructions(folder, cache, length, Path(scratch)) for length in lengths
+            }
     entries = [
         measure.record(
             f"C2 warm hit behind {length} tokens", seconds[str(length)], "s", model=name,
-            cold_s=round(cold[length], 3), instructions=counted.get(length),
+            cold_s=round(cold[length], 3), instructions=counted.get(length, (None, None))[0],
+            selection_instructions=counted.get(length, (None, None))[1],
             correct=equal == asked.cases, **found,
         )
         for length, found in zip(lengths, rows, strict=True)
     ]  # fmt: skip
     measure.table(
         ("prefix", "cold s", "warm s", "p5", "p95", "encoder rows", "of suffix + window",
-         "decoder rows", "of keep", "instructions, G"),
+         "decoder rows", "of keep", "instructions, G", "selection, G"),
         [(e["prefix"], e["cold_s"], e["value"], e["p5"], e["p95"], e["encoder_rows"],
           e["encoder_ratio"], e["decoder_rows"], e["decoder_ratio"],
-          e["instructions"] and e["instructions"] / 1e9) for e in entries],
+          e["instructions"] and e["instructions"] / 1e9,
+          e["instructions"] and e["selection_instructions"] / 1e9) for e in entries],
     )  # fmt: skip
     few = all(e[f"{half}_ratio"] <= ROWS_BAR for e in entries for half in ("encoder", "decoder"))
     clock = entries[1]["value"] / entries[0]["value"]
-    flat = counted[asked.long] / counted[asked.short] if counted else None
+    flat = whole = None
+    if counted:
+        (short, short_scan), (long, long_scan) = counted.values()
+        flat, whole = (long - long_scan) / (short - short_scan), long / short
     print(
         f"resumed equals fresh: {equal} of {asked.cases}; rows at most {ROWS_BAR}: {few}\n"
-        f"{asked.long} / {asked.short} tokens: seconds {clock:.3f}, "
-        f"instructions {f'{flat:.3f}' if flat else 'not counted'} (bar {FLAT_BAR})\n"
+        f"{asked.long} / {asked.short} tokens: seconds {clock:.3f}"
     )
+    if counted:
+        print(f"instructions {whole:.3f}, without the selection {flat:.4f} (bar {FLAT_BAR})")
+    print()
     measure.lines(entries)
     return 0 if few and equal == asked.cases and (flat is None or flat <= FLAT_BAR) else 1
 
