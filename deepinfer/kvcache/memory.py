@@ -227,8 +227,9 @@ class StepMemory:
         self, layer: LayerSpec, v: torch.Tensor, z: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         groups = self._ratio_groups[layer.ratio]
-        if z is None:
-            return v.unsqueeze(1), None, groups.first
+        if z is None:  # every row is a group; a replayed one has its entry already
+            closed = v.unsqueeze(1) if len(groups.first) == len(v) else v[groups.closed]
+            return closed, None, groups.first
         state = self.pools.open[layer.index]
         both = torch.stack((v, z))
         known = torch.cat((state[:, self._slots].flatten(1, 2), both), 1)

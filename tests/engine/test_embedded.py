@@ -67,10 +67,7 @@ def test_arithmetic(llm, vocabulary, op):
     questions = exercises.arithmetic_eval(vocabulary, op, 5, seed=7)
     answers = llm.generate(
         [list(q.prompt) for q in questions],
-        [
-            deepinfer.SamplingParams(max_tokens=len(q.target) + 8, temperature=0)
-            for q in questions
-        ],
+        [deepinfer.SamplingParams(max_tokens=len(q.target) + 8, temperature=0) for q in questions],
     )
     right = [list(a.token_ids) == list(q.target) for a, q in zip(answers, questions, strict=True)]
     assert sum(right) >= 4
