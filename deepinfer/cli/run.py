@@ -17,7 +17,7 @@ from deepinfer.cli import sampling
 from deepinfer.cli.options import SWITCH, Chosen, Color, Help, HelpAll, Json, Quiet, with_settings
 from deepinfer.cli.output import Output
 from deepinfer.cli.prompt import read_prompt
-from deepinfer.errors import DeepinferError, InternalError, UsageError
+from deepinfer.errors import InternalError, UsageError
 from deepinfer.settings import Settings, registry, resolve
 
 __all__ = ["EXAMPLES", "NAME", "command"]
@@ -114,7 +114,7 @@ def command(
         return print_plan(output, settings, text, params)
     result = _generate(output, settings, text, params)
     if result.error is not None:
-        raise _problem(result.error)
+        raise result.error.raised()
     if json_mode:
         from deepinfer.device.detect import find
         from deepinfer.report.records import document
@@ -165,12 +165,6 @@ def _generate(output: Output, settings: Settings, text: str, params: Any) -> Any
     if result is None:
         raise InternalError("stream-without-result", "the engine ended without a result")
     return result
-
-
-def _problem(error: Any) -> DeepinferError:
-    problem = DeepinferError(error.code, error.message, error.facts, error.hint)
-    problem.exit_status = error.exit_status
-    return problem
 
 
 def footer(result: Any) -> str:

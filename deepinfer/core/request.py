@@ -281,6 +281,12 @@ class Problem(Record):
     def of(cls, error: DeepinferError) -> Problem:
         return cls(error.code, error.message, error.facts, error.hint, error.exit_status)
 
+    def raised(self) -> DeepinferError:
+        """The error again, to be raised."""
+        error = DeepinferError(self.code, self.message, self.facts, self.hint)
+        error.exit_status = self.exit_status
+        return error
+
     def as_json(self) -> dict[str, object]:
         return {"code": self.code, "message": self.message}
 

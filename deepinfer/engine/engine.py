@@ -12,6 +12,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,6 +28,9 @@ from deepinfer.kvcache.tiers import Key
 from deepinfer.sampling import sampler
 from deepinfer.scheduler.policy import Policy, Step
 from deepinfer.settings import Settings, resolve
+
+if TYPE_CHECKING:
+    from deepinfer.replay.meter import Measured
 
 Prompt = str | Sequence[int]
 
@@ -168,6 +172,32 @@ class LLM:
         finally:
             self._withdraw(call)
         return torch.cat(call.answers[0].kept)
+
+    def measure(self, token_ids: Sequence[int], cached: int = 0) -> Measured:
+        """What a prefill of the prompt really computes: rows, keys and FLOPs of every layer.
+
+        cached: tokens, a multiple of the page size, that an earlier prompt leaves to resume from.
+        Raises UsageError where other requests run, and what the prompt raises.
+        """
+        from deepinfer.replay.meter import Meter
+
+        self._check_open()
+        if self._running:
+            raise UsageError(
+                "engine-busy", "other requests are running, their rows would be counted too",
+                hint="finish or close their streams first",
+            )  # fmt: skip
+        with self._prefix.alone():
+            if cached:
+                self._run_one(token_ids[:cached])
+            with Meter(self.parts.runner) as meter:
+                self._run_one(token_ids)
+                return meter.measured(len(token_ids))
+
+    def _run_one(self, token_ids: Sequence[int]) -> None:
+        [result] = self.generate([token_ids], SamplingParams(max_tokens=1, temperature=0))
+        if result.error is not None:
+            raise result.error.raised()
 
     def close(self) -> None:
         """Drop the model and its memory. Twice is harmless; other calls then raise UsageError."""

@@ -112,6 +112,11 @@ class BlockAllocator:
             del self._cached[page]
             self._free.append(page)
 
+    def forget(self) -> None:
+        """Drop every name."""
+        for name in list(self._pages):
+            self.drop(name)
+
     def _unname(self, page: int) -> bytes:
         name = self._names.pop(page)
         del self._pages[name]

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -267,6 +269,18 @@ class PrefixCache:
         self.entries.give_back(sequence.pages)
         sequence.pages, sequence.restore, sequence.windows = [], [], {}
         sequence.computed = sequence.named = 0
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """For a while, know nothing computed before, and keep nothing beyond the device."""
+        tiers, durable = self.tiers, self.durable
+        self.tiers, self.durable = (), None
+        self.entries.forget()
+        self.windows.forget()
+        try:
+            yield
+        finally:
+            self.tiers, self.durable = tiers, durable
 
     # pages move between tiers
 

@@ -9,6 +9,7 @@ import torch
 
 from deepinfer import LLM, SamplingParams
 from deepinfer.errors import UsageError
+from deepinfer.model import cost
 from tests import plain, t6
 
 WINDOW = 16
@@ -184,3 +185,18 @@ def test_no_logit_row_is_asked_of_a_dropped_row(folder):
         mixed = llm.generate([prompt(120), prompt(3, 5), prompt(77, 6)], params())
     assert mixed[0].token_ids == alone[0].token_ids
     assert all(torch.isfinite(torch.tensor(r.logprobs[0].logprob)) for r in mixed)
+
+
+@pytest.mark.parametrize("mode", ["compact", "mask", "off"])
+@pytest.mark.parametrize("cached", [0, 20])
+def test_what_is_measured_equals_the_plan_and_the_cost_model(folder, mode, cached):
+    """C1, counters: rows, keys and FLOPs of every layer are those of the plan, as integers."""
+    keep = "full" if mode == "off" else t6.KEEP
+    with LLM(folder, **{**SMALL, "prefix_cache": True, "swa_keep": keep}, replay_mode=mode) as llm:
+        for length in (50, 97):
+            plan = llm.parts.rule.plan(length, cached=cached)
+            measured = llm.measure(prompt(length), cached=cached)
+            assert measured.layers == plan.all_ranges()
+            config = llm.parts.runner.config
+            assert list(measured.flops_by_layer) == list(cost.plan_flops(config, plan))
+            assert measured.total_flops == cost.total_flops(config, plan)

@@ -21,7 +21,8 @@ MODULES = sorted(
 TORCH_FREE = (
     "deepinfer", "deepinfer.errors", "deepinfer.core.request", "deepinfer.core.sequence",
     "deepinfer.core.step", "deepinfer.settings", "deepinfer.device", "deepinfer.toolchain",
-    "deepinfer.report.records", "deepinfer.model.config", "deepinfer.checkpoint.layout",
+    "deepinfer.report.records", "deepinfer.report.replay", "deepinfer.report.heatmap",
+    "deepinfer.report.tables", "deepinfer.model.config", "deepinfer.checkpoint.layout",
     "deepinfer.checkpoint.names", "deepinfer.kvcache.blocks", "deepinfer.kvcache.prefix",
     "deepinfer.kvcache.tiers", "deepinfer.scheduler.policy", "deepinfer.replay",
     "deepinfer.model.cost",
