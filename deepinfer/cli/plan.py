@@ -28,9 +28,10 @@ def print_plan(output: Output, settings: Settings, text: str, params: SamplingPa
     """Print the plan and return 0; raises what the run would raise before its first step."""
     from deepinfer.checkpoint.layout import open_checkpoint
     from deepinfer.device.detect import TORCH_DEVICE, find, pick
-    from deepinfer.engine.assembly import embedded_model, plan_sizes, plan_weights
-    from deepinfer.kvcache.pools import bytes_per_slot, bytes_per_token
+    from deepinfer.engine.assembly import embedded_model, plan_sizes, plan_weights, uncut
+    from deepinfer.kvcache.pools import bytes_per_slot, bytes_per_token, bytes_per_window_page
     from deepinfer.ops import registry
+    from deepinfer.replay import ReplayRule
     from deepinfer.report.records import document
     from deepinfer.tokenizer.tokenizer import Tokenizer
 
@@ -53,9 +54,11 @@ def print_plan(output: Output, settings: Settings, text: str, params: SamplingPa
         memory = next((d.memory_bytes for d in found.devices if d.memory_bytes), memory)
     free, _ = plan_weights(checkpoint, memory or 4 << 30)
     sizes, warnings = plan_sizes(settings, config, free)
-    for line in (*checkpoint.warnings, *warnings):
+    for line in (*checkpoint.warnings, *warnings, *uncut(settings, config)):
         output.warn(line)
     request = _request(checkpoint, tokenizer, sizes, text, params)
+    rule = ReplayRule.of(config, settings.replay_mode, settings.swa_keep)
+    window_page = bytes_per_window_page(config, sizes.page_tokens, rule.stateful)
     state = bytes_per_slot(config) + bytes_per_token(config) * request.need
     plan: dict[str, Any] = {
         "model": Path(folder).name if settings.model_dir else "embedded",
@@ -68,6 +71,7 @@ def print_plan(output: Output, settings: Settings, text: str, params: SamplingPa
         "pool_bytes": int(
             sizes.slots * bytes_per_slot(config)
             + sizes.pages * sizes.page_tokens * bytes_per_token(config)
+            + sizes.window_pages * window_page
         ),
         "free_bytes": memory,
     }

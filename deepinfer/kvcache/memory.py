@@ -18,8 +18,9 @@ from deepinfer.kvcache.pools import Pools
 from deepinfer.model.config import LayerSpec, ModelConfig
 from deepinfer.model.memory import Ops
 
-# Index scores held at once: rows x entries.
+# Index scores held at once: rows x entries; on an accelerator, where calls are dear, more.
 _SCORES = 1 << 18
+_DEVICE_SCORES = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -262,7 +263,8 @@ class StepMemory:
             starts = np.array([half.starts[i] for i in members])[:, None]
             rows = half.offsets[members][:, None] + np.arange(count)
             visible = (starts + np.arange(count) + 1) // ratio
-            step = max(1, _SCORES // max(1, n * len(chunks)))
+            most = _SCORES if self.device.type == "cpu" else _DEVICE_SCORES
+            step = max(1, most // max(1, n * len(chunks)))
             for t in range(0, count, step):
                 batches.append(
                     _Batch(

@@ -17,6 +17,7 @@ _BITS = 23
 _EXPONENT = 0x7FF << 52
 # Float64 block sums held at once (bytes); rows are processed in slices to stay below it.
 _LIMIT = 16 << 20
+_DEVICE_LIMIT = 1 << 30
 
 
 def power_below(x: torch.Tensor) -> torch.Tensor:
@@ -73,7 +74,8 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     module to hold.
     """
     rows, groups, width = a.shape[-3], b.shape[-3], b.shape[-1]
-    step = max(1, _LIMIT // max(1, 8 * groups * width * a.shape[:-3].numel()))
+    limit = _LIMIT if a.device.type == "cpu" else _DEVICE_LIMIT
+    step = max(1, limit // max(1, 8 * groups * width * a.shape[:-3].numel()))
     if rows <= step:
         return _matmul(a, b)
     return torch.cat([_matmul(x, b) for x in a.split(step, -3)], -2)

@@ -17,8 +17,10 @@ KEY_BLOCK = 64
 # of 22 bits times a power of two. 512 (64) products with 22 (25) bits beside it stay below 2^53.
 _KEY_BITS = 22
 _WEIGHT_BITS = 25
-# Gathered float64 keys held at once (bytes): small enough to stay in a cache.
+# Gathered float64 keys held at once (bytes): small enough to stay in a processor's cache; on an
+# accelerator, where every call costs some microseconds, as much as is easily spared.
 _LIMIT = 8 << 20
+_DEVICE_LIMIT = 1 << 30
 
 
 def pool(v: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
@@ -140,7 +142,8 @@ def attend(
     magic = 1.5 * 2.0 ** (52 - _KEY_BITS)
     keys = keys.double().div_(scale).add_(magic).sub_(magic)
     left = blocked.fix(q.double(), min(_KEY_BITS, 53 - _KEY_BITS - (dim - 1).bit_length()))
-    step = max(1, _LIMIT // (8 * dim * slots.shape[1]))
+    limit = _LIMIT if q.device.type == "cpu" else _DEVICE_LIMIT
+    step = max(1, limit // (8 * dim * slots.shape[1]))
     parts = [
         _attend(rows, keys[c], scale[c].squeeze(-1), c >= 0, sink, q.dtype)
         for rows, c in zip(left.split(step), slots.split(step), strict=True)
