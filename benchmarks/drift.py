@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 import deepinfer
-from benchmarks import measure, models
+from benchmarks import measure
 from deepinfer.ops.torch import blocked
 from deepinfer.replay.drift import Trial, compare, joined
 from examples.train_tiny import exercises, streams
@@ -295,9 +295,9 @@ def main() -> int:
     length = asked.length or (512 if host else 2048)
     n = asked.n or (6 if host else 210)
     seconds = asked.seconds or (60 if host else 380)
-    llm = models.engine(
+    llm = deepinfer.LLM(
         asked.model_dir,
-        asked.accelerator,
+        accelerator=asked.accelerator,
         max_model_len=8192,
         max_num_seqs=8 if host else 64,
         max_num_batched_tokens=2048 if host else 16384,

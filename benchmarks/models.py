@@ -1,7 +1,7 @@
 """Which model a measurement runs: the embedded checkpoint, or random weights of its sizes.
 
-A folder or an engine around it goes out. Random weights take the byte-level tokenizer of the tests.
-It must not know what is measured.
+A folder goes out. Random weights take the byte-level tokenizer of the tests. It must not know what
+is measured.
 """
 
 from __future__ import annotations
@@ -31,20 +31,6 @@ def folder(scratch: Path, given: str | None = None) -> tuple[Path, str]:
         except CheckpointError:
             pass
     return _random(scratch / "random"), "random weights of the embedded sizes"
-
-
-def engine(folder: Path | None, accelerator: str = "cpu", **settings: object):
-    """A `deepinfer.LLM`. On a device the torch back end may hold gigabytes at once: the same bits
-    in fewer launches."""
-    import deepinfer
-
-    if accelerator != "cpu":
-        from deepinfer.kvcache import memory as step_memory
-        from deepinfer.ops.torch import blocked, memory
-
-        blocked._LIMIT = memory._LIMIT = 2 << 30
-        step_memory._SCORES = 1 << 25
-    return deepinfer.LLM(folder, accelerator=accelerator, **settings)
 
 
 def random_ids(count: int, vocab: int, seed: int = 0) -> list[int]:

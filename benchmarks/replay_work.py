@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import measure, models
-from deepinfer import SamplingParams
+from deepinfer import LLM, SamplingParams
 from deepinfer.model import cost
 from deepinfer.replay import ReplayPlan, ReplayRule
 from deepinfer.replay.meter import Measured, Meter
@@ -40,10 +40,10 @@ class Pair:
 
     def __init__(self, folder: Path, accelerator: str, longest: int) -> None:
         self.sides = {
-            name: models.engine(
-                folder, accelerator, swa_keep=keep, max_model_len=longest + 1, max_num_seqs=1,
+            name: LLM(
+                folder, accelerator=accelerator, swa_keep=keep, prefix_cache=False,
+                max_model_len=longest + 1, max_num_seqs=1,
                 max_num_batched_tokens=2048 if accelerator == "cpu" else 16384,
-                prefix_cache=False,
             )
             for name, keep in (("full", "full"), ("compact", KEEP))
         }  # fmt: skip

@@ -32,7 +32,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import measure, models
-from deepinfer import SamplingParams
+from deepinfer import LLM, SamplingParams
 from deepinfer.kvcache.memory import StepMemory
 from deepinfer.replay.meter import Meter
 
@@ -48,8 +48,8 @@ class Warm:
     """An engine that has seen a prefix of each length; `hit` continues one."""
 
     def __init__(self, folder: Path, accelerator: str, lengths: list[int], cache: Path | None):
-        self.llm = models.engine(
-            folder, accelerator, swa_keep=KEEP, max_num_seqs=1,
+        self.llm = LLM(
+            folder, accelerator=accelerator, swa_keep=KEEP, max_num_seqs=1,
             max_model_len=max(lengths) + 2 * SUFFIX,
             kv_cache_tokens=4 * max(lengths),
             max_num_batched_tokens=2048 if accelerator == "cpu" else 16384,
@@ -105,13 +105,18 @@ def purity(folder: Path, accelerator: str, cases: int) -> int:
     """How many of `cases` random splits and chunk sizes answer as a fresh engine does, to the bit
     of every log-probability."""
     draw, equal = random.Random(11), 0
-    fresh = models.engine(
-        folder, accelerator, swa_keep=KEEP, max_num_seqs=1, max_model_len=2048, prefix_cache=False
+    fresh = LLM(
+        folder,
+        accelerator=accelerator,
+        swa_keep=KEEP,
+        max_num_seqs=1,
+        max_model_len=2048,
+        prefix_cache=False,
     )
     for _ in range(cases):
         length, chunk = draw.randrange(300, 900), draw.choice((7, 64, 127, 128, 129, 500))
-        warm = models.engine(
-            folder, accelerator, swa_keep=KEEP, max_num_seqs=1, max_model_len=2048,
+        warm = LLM(
+            folder, accelerator=accelerator, swa_keep=KEEP, max_num_seqs=1, max_model_len=2048,
             prefill_chunk=chunk,
         )  # fmt: skip
         ids = models.random_ids(length, fresh.parts.vocab_size, seed=draw.randrange(1 << 30))
