@@ -13,6 +13,7 @@ from deepinfer.core.sequence import Sequence
 from deepinfer.kvcache import BlockAllocator, PrefixCache, Reuse
 from deepinfer.replay import ReplayRule
 from deepinfer.scheduler.policy import Policy
+from tests.unit.simulated import Bench as Shared
 
 RULE = ReplayRule(layers=4, boundary=2, window=4)
 
@@ -172,3 +173,87 @@ def test_rows_with_logits_come_in_bounded_chunks():
     step = bench.policy.next_step(lambda sequence: True)
     [chunk] = step.plan.chunks
     assert len(chunk.token_ids) == chunk.logits == 1024
+
+
+# With prefix reuse, on the device that knows what a page holds (`tests.unit.simulated`)
+
+CUT = ReplayRule(layers=4, boundary=2, window=4, mode="compact", keep=4)
+
+
+def test_a_shared_prefix_lets_more_run_at_once():
+    """Six requests with 40 tokens in common fit where two unrelated ones do."""
+    for apart, at_once in ((0, 6), (50, 2)):
+        bench = Shared(
+            pages=24, size=4, slots=8, windows=40, max_rows=256, chunk=256, rule=CUT
+        )  # fmt: skip
+        bench.ask(range(40))
+        for n in range(6):
+            bench.add([*range(n * apart + apart, n * apart + apart + 40), n], 3)
+        bench.step()
+        assert len(bench.policy.running) == at_once
+        bench.run()
+        assert bench.idle
+
+
+def test_a_hit_never_counts_its_own_pages_as_free():
+    """The pool is full of a cached prompt; the request that shares it may not take them too."""
+    bench = Shared(pages=12, size=4, windows=40, rule=CUT)
+    bench.ask(range(44))
+    talker = bench.add(range(100, 104), 8)
+    bench.step()
+    longer = bench.add(range(46), 2)
+    bench.step()
+    assert longer.slot is None and not longer.pages, "10 pages shared, 2 more wanted, 1 is free"
+    bench.run()
+    assert talker.preemptions == longer.preemptions == 0 and bench.idle
+
+
+def test_one_that_was_preempted_resumes_from_what_it_left():
+    bench = Shared(pages=11, size=4, slots=2, windows=40, rule=CUT)
+    old, new = bench.add(range(16), 20), bench.add(range(100, 116), 20)
+    rows = 0
+    while bench.open:
+        step = bench.step()
+        if new.preemptions:
+            rows += sum(len(c.token_ids) for c, s in
+                        zip(step.plan.chunks, step.sequences, strict=True) if s is new)  # fmt: skip
+    assert old.preemptions == 0 < new.preemptions and bench.idle
+    assert rows < len(new.tokens), "not all of it again"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 30), st.integers(0, 12), st.integers(1, 12)), min_size=1,
+        max_size=12,
+    ),
+    st.integers(13, 20), st.integers(1, 6), st.integers(1, 24), st.integers(1, 24),
+    st.integers(0, 12),
+)  # fmt: skip
+def test_pressure_with_hits_ends_and_admits_what_fits(
+    requests, pages, slots, max_rows, chunk, windows
+):
+    """As `test_every_mix_ends_with_everything_back`; right after an admission all that run can
+    grow by a page."""
+    bench = Shared(
+        pages=pages, size=4, slots=slots, max_rows=max_rows, chunk=chunk, windows=windows, rule=CUT
+    )
+    for n, (common, own, new) in enumerate(requests):
+        bench.add([*range(common), 100 + n, *range(own)], new)
+    admitted, admit = [], bench.policy._admit
+
+    def checked(sequence):
+        loads = admit(sequence)
+        if loads is not None:
+            admitted.append(sequence)
+            assert sequence.slot is not None and len(sequence.pages) * 4 >= len(sequence.tokens)
+            others = [other for other in bench.policy.running if other is not sequence]
+            grow = sum(len(other.pages) * 4 < other.request.need for other in others)
+            assert grow <= bench.policy.blocks.free
+        return loads
+
+    bench.policy._admit = checked
+    bench.run(limit=1000)
+    assert len(bench.done) == len(requests) and bench.idle
+    assert all(sequence.preemptions <= 3 for sequence in bench.done)
+    assert len(admitted) == len(requests) + sum(s.preemptions for s in bench.done)
