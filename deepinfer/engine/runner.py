@@ -13,9 +13,11 @@ import numpy as np
 import torch
 
 from deepinfer.core.step import Chunk, StepPlan
+from deepinfer.kvcache.draft import DraftRequest, RingContext
 from deepinfer.kvcache.memory import StepMemory
 from deepinfer.kvcache.pools import Pools
 from deepinfer.model.config import ModelConfig
+from deepinfer.model.draft import Draft
 from deepinfer.model.memory import Ops
 from deepinfer.model.transformer import Transformer
 from deepinfer.tokenizer.mapping import TokenMap
@@ -38,13 +40,16 @@ class Runner:
         rollback: int = 0,
         stateful: int = 0,
         window_pages: int = 0,
+        draft: bool = False,
     ):
         """``token_map``: mapped id of every token id; needed if the model has Engram layers.
 
         ``window_pages``: pages of window rows of the first ``stateful`` layers kept for reuse.
+        ``draft``: load the draft stages too, and keep their context in every pass.
         """
         self.config, self.ops, self.device = config, ops, torch.device(device)
-        self.model = Transformer(config, weights, ops)
+        self.model = model = Transformer(config, weights, ops)
+        self.draft = Draft(config, weights, ops, model.embed, model.head) if draft else None
         self.map = TokenMap.of(config, token_map)
         self.pools = Pools(
             config,
@@ -56,6 +61,7 @@ class Runner:
             mapped_pad=self.map.pad,
             stateful=stateful,
             window_pages=window_pages,
+            stages=len(config.stages) if draft else 0,
         )
 
     @torch.inference_mode()
@@ -75,7 +81,22 @@ class Runner:
         ]
         tokens = torch.as_tensor(ids, device=self.device)
         rows = torch.as_tensor(np.concatenate(wanted), device=self.device)
-        return self.model.forward(tokens, memory, rows)
+        if self.draft is None:
+            return self.model.forward(tokens, memory, rows)
+        x, targets = self.model.hidden_and_targets(tokens, memory)
+        kept, positions = memory.context_rows()
+        if kept.numel():
+            memory.store_context(self.draft.context(targets[kept], positions))
+        return self.model.logits(x[rows])
+
+    @torch.inference_mode()
+    def draft_block(self, requests: Sequence[DraftRequest]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(x [R, B, H], base logits float32 [R, B, V]) of ``Draft.block``; needs ``draft``."""
+        assert self.draft is not None, "a runner without draft stages"
+        anchors = torch.tensor([r.anchor for r in requests], device=self.device)
+        last = torch.tensor([r.last for r in requests], device=self.device)
+        memory = RingContext(self.config, self.pools, self.ops, requests)
+        return self.draft.block(anchors, last, memory)
 
     def _restore(self, chunk: Chunk) -> None:
         mapped = self.map.lookup(np.asarray(chunk.context, dtype=np.int64))

@@ -30,9 +30,9 @@ class _Groups:
     closed: torch.Tensor  # [E, r]
     first: torch.Tensor  # [E] position of each group's first token
     entry: torch.Tensor  # [E] where the entry goes in the pool
-    open_rows: torch.Tensor  # new rows that stay open ...
+    open_rows: torch.Tensor  # new rows that an open group may need ...
     open_slots: torch.Tensor  # ... their slots ...
-    open_places: torch.Tensor  # ... and places in the group
+    open_places: torch.Tensor  # ... and places in the ring
 
 
 @dataclass(frozen=True)
@@ -174,24 +174,39 @@ class StepMemory:
             q, window, windows.slots, formats.window, entries, slots, formats.entry, sink
         )
 
+    # draft context
+
+    def context_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows whose draft context keys stay, int64 indices into those that reach the end, and
+        their positions."""
+        rows = self._windows[-1].ring_rows
+        positions = self.positions if self.kept is None else self.positions[self.kept]
+        return rows, positions[rows]
+
+    def store_context(self, keys: Sequence[torch.Tensor]) -> None:
+        """Keep each stage's context keys [rows, D] of ``context_rows``."""
+        for ring, new in zip(self.pools.drafts, keys, strict=True):
+            ring[self._windows[-1].ring_places] = self.pools.formats.window.encode(new)
+
     # n-grams
 
     def _ngrams(self, mapped: torch.Tensor) -> torch.Tensor:
-        """Mapped ids [N, n] of each row and the n - 1 before it; kept modulo n - 1 per slot."""
+        """Mapped ids [N, n] of each row and the n - 1 before it; those kept are a ring per slot."""
         history = self.pools.history
-        depth = history.shape[1]
-        if not depth:
+        ring = history.shape[1]
+        if not ring:
             return mapped.unsqueeze(-1)
+        depth = ring - self.pools.rollback
         source, rows, places = [], [], []
-        size = len(self.chunks) * depth
+        size = len(self.chunks) * ring
         for i, c in enumerate(self.chunks):
             p = np.arange(c.start, c.end)[:, None] - np.arange(depth + 1)
-            old = i * depth + p % depth
+            old = i * ring + p % ring
             new = size + self.offsets[i] + (p - c.start)
             source.append(np.where(p < 0, -1, np.where(p < c.start, old, new)))
-            last = np.arange(max(c.start, c.end - depth), c.end)
+            last = np.arange(max(c.start, c.end - ring), c.end)
             rows.append(self.offsets[i] + last - c.start)
-            places.append(c.slot * depth + last % depth)
+            places.append(c.slot * ring + last % ring)
         pad = mapped.new_full((1,), self.pools.mapped_pad)
         pool = torch.cat((history[self._slots].flatten(), mapped, pad))
         ngrams = pool[self._tensor(np.concatenate(source))]
@@ -203,9 +218,10 @@ class StepMemory:
     # compressed entries
 
     def _groups(self, ratio: int) -> _Groups:
-        place = ratio - 1
+        rollback = self.pools.rollback
+        ring = ratio - 1 + rollback
         per_page = self.pools.page_tokens // ratio
-        size = len(self.chunks) * place
+        size = len(self.chunks) * ring
         closed, first, entry, rows, slots, places = [], [], [], [], [], []
         for i, c in enumerate(self.chunks):
             # A replayed row closes no group: the entries before `cached` are there.
@@ -213,14 +229,14 @@ class StepMemory:
             j = np.arange(min(known, c.end) // ratio, c.end // ratio)
             p = j[:, None] * ratio + np.arange(ratio)
             new = size + self.offsets[i] + (p - c.start)
-            closed.append(np.where(p < c.start, i * place + p % ratio, new))
+            closed.append(np.where(p < c.start, i * ring + p % max(1, ring), new))
             first.append(j * ratio)
             pages = np.asarray(c.pages, dtype=np.int64)
             entry.append(pages[j // per_page] * per_page + j % per_page)
-            still = np.arange(max(c.start, c.end // ratio * ratio), c.end)
+            still = np.arange(max(c.start, (c.end - rollback) // ratio * ratio), c.end)
             rows.append(self.offsets[i] + still - c.start)
             slots.append(np.full_like(still, c.slot))
-            places.append(still % ratio)
+            places.append(still % max(1, ring))
         joined = [np.concatenate(x) for x in (closed, first, entry, rows, slots, places)]
         return _Groups(*(self._tensor(x) for x in joined))
 

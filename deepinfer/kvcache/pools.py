@@ -1,5 +1,5 @@
-"""The tensors that hold the past: window rings, paged entries and index keys, open groups, n-grams,
-and pages of window rows kept for reuse.
+"""The tensors that hold the past: window rings of layers and draft stages, paged entries and index
+keys, open groups, n-grams, and pages of window rows kept for reuse.
 
 Comes in: the configuration and how many slots and pages to hold. Goes out: storage, packed as
 model spec §4 has it, and the bytes of pages that move to another tier. Must not know who owns a
@@ -43,13 +43,20 @@ def bytes_per_token(config: ModelConfig) -> float:
     return sum(record / config.compress_ratios[i] for i in config.kv_source_layer_ids)
 
 
-def bytes_per_slot(config: ModelConfig, rollback: int = 0) -> int:
-    """Fixed bytes per running request: window rings, open groups, n-gram history."""
+def bytes_per_slot(config: ModelConfig, rollback: int = 0, stages: int = 0) -> int:
+    """Fixed bytes per running request: window rings of layers and draft ``stages``, open groups,
+    n-gram history."""
     rows = config.sliding_window + rollback
-    rings = config.num_hidden_layers * rows * Formats.of(config).window.nbytes
-    open_rows = sum(config.compress_ratios[i] - 1 for i in config.kv_source_layer_ids)
-    history = max(0, config.engram_max_ngram_size - 1)
+    rings = (config.num_hidden_layers + stages) * rows * Formats.of(config).window.nbytes
+    ratios = (config.compress_ratios[i] for i in config.kv_source_layer_ids)
+    open_rows = sum(_kept_rows(r - 1, rollback) for r in ratios)
+    history = _kept_rows(config.engram_max_ngram_size - 1, rollback)
     return rings + open_rows * 2 * 4 * config.head_dim + 8 * history
+
+
+def _kept_rows(needed: int, rollback: int) -> int:
+    """Rows to keep so that the last ``needed`` are there after ``rollback`` are taken back."""
+    return needed + rollback if needed > 0 else 0
 
 
 def bytes_per_window_page(config: ModelConfig, page_tokens: int, layers: int) -> int:
@@ -62,7 +69,9 @@ class Pools:
 
     A ring row of position p lies at p mod (window + rollback); entry j of ratio r lies in page
     j // (page_tokens / r) of its request, the same page number in every source's pool. A window
-    page holds the rows of page_tokens positions of each of the first ``stateful`` layers.
+    page holds the rows of page_tokens positions of each of the first ``stateful`` layers. A request
+    may go on up to ``rollback`` positions before the end of its last chunk: everything keeps so
+    many rows more.
     """
 
     def __init__(
@@ -77,9 +86,12 @@ class Pools:
         mapped_pad: int = 0,
         stateful: int = 0,
         window_pages: int = 0,
+        stages: int = 0,
     ):
-        """``mapped_pad``: the mapped id that stands where an n-gram reaches before position 0."""
+        """``mapped_pad``: the mapped id that stands where an n-gram reaches before position 0.
+        ``stages``: draft stages with a ring of context keys."""
         self.formats = Formats.of(config)
+        self.rollback = rollback
         self.ring = config.sliding_window + rollback
         self.page_tokens = page_tokens
         self.mapped_pad = mapped_pad
@@ -92,6 +104,7 @@ class Pools:
         self.windows = [
             records(self.formats.window, slots * self.ring) for _ in range(config.num_hidden_layers)
         ]
+        self.drafts = [records(self.formats.window, slots * self.ring) for _ in range(stages)]
         self.entries = {
             i: records(self.formats.entry, pages * page_tokens // r) for i, r in ratios.items()
         }
@@ -101,20 +114,20 @@ class Pools:
         self.snapshots = [
             records(self.formats.window, window_pages * page_tokens) for _ in range(stateful)
         ]
-        # Rows of the open group, by place in the group: (v, z) float32 [slots, r - 1, D].
+        # Rows of the open group, rings by position: (v, z) float32 [slots, r - 1 + rollback, D].
         self.open = {
-            i: torch.zeros((2, slots, r - 1, config.head_dim), device=device)
+            i: torch.zeros((2, slots, _kept_rows(r - 1, rollback), config.head_dim), device=device)
             for i, r in ratios.items()
         }
-        self.history = torch.zeros(
-            (slots, max(0, config.engram_max_ngram_size - 1)), dtype=torch.int64, device=device
-        )
+        depth = _kept_rows(config.engram_max_ngram_size - 1, rollback)
+        self.history = torch.zeros((slots, depth), dtype=torch.int64, device=device)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all pools, pages of window rows included."""
-        held = [*self.windows, *self.entries.values(), *self.index.values(), *self.open.values()]
-        return sum(t.nbytes for t in (*held, *self.snapshots)) + self.history.nbytes
+        paged = [*self.entries.values(), *self.index.values(), *self.snapshots]
+        fixed = [*self.windows, *self.drafts, *self.open.values(), self.history]
+        return sum(t.nbytes for t in (*paged, *fixed))
 
     def restore(
         self, slot: int, start: int, pages: Sequence[int], history: torch.Tensor | None
@@ -162,7 +175,8 @@ class Pools:
 
     def poison(self) -> None:
         """Fill everything with NaN patterns: a test that reads unwritten storage shows it."""
-        for t in (*self.windows, *self.entries.values(), *self.index.values(), *self.snapshots):
+        packed = (*self.windows, *self.drafts, *self.entries.values(), *self.index.values())
+        for t in (*packed, *self.snapshots):
             t.fill_(0xFF)
         for t in self.open.values():
             t.fill_(torch.nan)

@@ -50,6 +50,13 @@ class AttentionWeights:
         )
 
 
+def window_keys(
+    x: torch.Tensor, w: AttentionWeights, config: ModelConfig, table: Table, ops: Ops
+) -> torch.Tensor:
+    """Key = value rows [N, D] of x [N, H], rotated, not yet quantised."""
+    return ops.rope(ops.rmsnorm(ops.linear(x, w.wkv), w.kv_norm, config.rms_norm_eps), table)
+
+
 def attention(
     x: torch.Tensor,
     w: AttentionWeights,
@@ -63,7 +70,7 @@ def attention(
     heads, dim, eps = config.num_attention_heads, config.head_dim, config.rms_norm_eps
     latent = ops.rmsnorm(ops.linear(x, w.wq_a), w.q_norm, eps)
     q = ops.rope(ops.linear(latent, w.wq_b).unflatten(-1, (heads, dim)), table)
-    kv = ops.rope(ops.rmsnorm(ops.linear(x, w.wkv), w.kv_norm, eps), table)
+    kv = window_keys(x, w, config, table, ops)
     if w.indexer is not None:
         index(x, latent, w.indexer, layer, config, memory, table, ops)
     o = memory.attend(layer, q, kv, w.sink)

@@ -167,8 +167,14 @@ class ModelConfig:
 
     @cached_property
     def layers(self) -> tuple[LayerSpec, ...]:
-        """One spec per backbone layer, in order (draft stages are ratio 0 and share nothing)."""
+        """One spec per backbone layer, in order."""
         return tuple(self._layer(i) for i in range(self.num_hidden_layers))
+
+    @cached_property
+    def stages(self) -> tuple[LayerSpec, ...]:
+        """One spec per draft stage, numbered after the layers: ratio 0, nothing shared."""
+        first = self.num_hidden_layers
+        return tuple(self._layer(first + s) for s in range(self.num_nextn_predict_layers))
 
     @cached_property
     def cut_obstacles(self) -> tuple[str, ...]:

@@ -48,3 +48,9 @@ def first_pre(rows: int, copies: int, device: torch.device) -> torch.Tensor:
     pre = torch.zeros(rows, copies, device=device)
     pre[:, 0] = 1.0
     return pre
+
+
+def mean_pre(streams: torch.Tensor) -> torch.Tensor:
+    """The ``pre`` [N, C] that collapses streams [N, C, H] to the mean of their copies."""
+    rows, copies = streams.shape[:2]
+    return torch.full((rows, copies), 1 / copies, device=streams.device)

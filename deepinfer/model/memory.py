@@ -49,4 +49,16 @@ class Memory(Protocol):
         ...
 
 
+class DraftMemory(Protocol):
+    """One draft block of B slots for each of R requests, whose last accepted positions it knows."""
+
+    def attend(
+        self, stage: int, q: torch.Tensor, kv: torch.Tensor, sink: torch.Tensor
+    ) -> torch.Tensor:
+        """Attention [R * B, heads, D] of q over the stage's context keys of the W positions up to
+        each request's last one, and over all B keys of its block: kv [R * B, D], rotated, not yet
+        quantised, requests one after the other. No row of a block is hidden from another."""
+        ...
+
+
 Ops = Any

@@ -14,7 +14,7 @@ import torch
 from deepinfer.model.block import BlockWeights, block
 from deepinfer.model.config import ModelConfig
 from deepinfer.model.engram import engram
-from deepinfer.model.hyper import first_pre
+from deepinfer.model.hyper import first_pre, mean_pre
 from deepinfer.model.memory import Memory, Ops
 from deepinfer.model.norm_rope import Rotary
 from deepinfer.model.weights import Source
@@ -47,6 +47,25 @@ class Transformer:
 
     def hidden(self, tokens: torch.Tensor, memory: Memory) -> torch.Tensor:
         """Collapsed streams [kept rows, H] after the last layer, before the final norm."""
+        return self._run(tokens, memory, None)
+
+    def hidden_and_targets(
+        self, tokens: torch.Tensor, memory: Memory
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``hidden`` and what the draft stages see of the same rows: [kept rows, T * H], the mean
+        over the copies at the entry of each target layer (model spec §3.1)."""
+        found: list[torch.Tensor] = []
+        x = self._run(tokens, memory, found)
+        if not x.shape[0]:  # the later layers did not run
+            width = len(self.config.dspark_target_layer_ids) * self.config.hidden_size
+            return x, x.new_empty(0, width)
+        # What was taken before rows were dropped has all of them.
+        rows = [t if len(t) == len(x) else t[memory.kept] for t in found]
+        return x, torch.cat(rows, -1)
+
+    def _run(
+        self, tokens: torch.Tensor, memory: Memory, targets: list[torch.Tensor] | None
+    ) -> torch.Tensor:
         config, ops = self.config, self.ops
         streams = self.embed[tokens].to(self.dtype).unsqueeze(1).expand(-1, config.hc_mult, -1)
         pre = first_pre(tokens.shape[0], config.hc_mult, streams.device)
@@ -54,6 +73,8 @@ class Transformer:
         for layer, w in zip(config.layers, self.blocks, strict=True):
             if w.engram is not None:
                 streams = engram(streams, memory.ngrams, w.engram, config, ops)
+            if targets is not None and layer.target:
+                targets.append(ops.hc_collapse(streams, mean_pre(streams)))
             kept = memory.kept if layer.index == config.decoder_start else None
             if kept is not None:
                 plain, compressed = self.rotary.tables(memory.positions[kept], ops)

@@ -39,12 +39,12 @@ def case_tensors(name: str, case: dict[str, Any]) -> dict[str, Any]:
 
 
 @functools.cache
-def _parts(name: str, device: str = "cpu"):
+def _parts(name: str, device: str = "cpu", draft: bool = False):
     from deepinfer.checkpoint.layout import open_checkpoint, read_token_map
     from deepinfer.checkpoint.load import load_weights
 
     checkpoint = open_checkpoint(GOLDEN / name / "checkpoint")
-    weights = load_weights(checkpoint, device, draft=False)
+    weights = load_weights(checkpoint, device, draft=draft)
     return checkpoint.config, weights, read_token_map(checkpoint.token_map_file, checkpoint.config)
 
 
@@ -52,15 +52,20 @@ def engram_layers(name: str) -> tuple[int, ...]:
     return _parts(name)[0].engram_layer_ids
 
 
-def runner(name: str, device: str = "cpu"):
-    """A fresh runner over the golden checkpoint; its pools hold NaN patterns until written."""
+def runner(name: str, device: str = "cpu", rollback: int | None = None):
+    """A fresh runner over the golden checkpoint; its pools hold NaN patterns until written.
+
+    ``rollback``: with the draft stages, and so many rows that may be taken back.
+    """
     from deepinfer.engine.runner import Runner
     from deepinfer.ops import registry
 
-    config, weights, token_map = _parts(name, device)
+    draft = rollback is not None
+    config, weights, token_map = _parts(name, device, draft)
     made = Runner(
         config, weights, registry.build(device),
         slots=16, pages=128, page_tokens=128, device=device, token_map=token_map,
+        draft=draft, rollback=rollback or 0,
     )  # fmt: skip
     made.pools.poison()
     return made
