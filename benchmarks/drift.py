@@ -210,7 +210,7 @@ def tables(results: dict[str, dict[str, Any]]) -> str:
             for task in tasks
         ]
         second.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join([*first, "", *second]) + "\n"
+    return "\n".join([*first, *(["", *second] if tasks else [])]) + "\n"
 
 
 def picture(results: dict[str, dict[str, Any]], path: Path, title: str) -> None:
@@ -241,7 +241,7 @@ def picture(results: dict[str, dict[str, Any]], path: Path, title: str) -> None:
     most = 2.0
     for at, name in enumerate(names):
         moved = [(results[name][task]["exact"] - full[task]["exact"]) * 100 for task in full]
-        most = max(most, *(abs(value) + 0.5 for value in moved))
+        most = max([most, *(abs(value) + 0.5 for value in moved)])
         places = [i + (at - (len(names) - 1) / 2) * 0.1 for i in range(len(full))]
         right.scatter(
             places, moved, color=colours[labels[name]], marker=marks[name], s=34, label=labels[name]
@@ -281,7 +281,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--prompts", type=int, help="of held-out code; default 2, 128 on a device")
     parser.add_argument("--length", type=int, help="tokens of them; default 512, 2048 on a device")
-    parser.add_argument("--n", type=int, help="questions a kind; default 6, 210 on a device")
+    parser.add_argument("--n", type=int, help="questions a kind; default 3, 210 on a device")
     parser.add_argument("--tasks", nargs="*", default=TASKS, choices=TASKS)
     parser.add_argument("--seconds", type=float, help="begin no exercise after these; 60, or 380")
     parser.add_argument("--redraw", action="store_true", help="the picture alone, of saved data")
@@ -293,7 +293,7 @@ def main() -> int:
     host = asked.accelerator == "cpu"
     prompts = asked.prompts or (2 if host else 128)
     length = asked.length or (512 if host else 2048)
-    n = asked.n or (6 if host else 210)
+    n = asked.n or (3 if host else 210)
     seconds = asked.seconds or (60 if host else 380)
     llm = deepinfer.LLM(
         asked.model_dir,
