@@ -290,3 +290,48 @@ def test_without_room_for_a_window_a_request_does_without():
         cached = [bench.cached[bench.ask(range(24), 6)] for _ in range(3)]
         assert set(cached) <= {0, 20} and bench.idle
     assert cached == [0, 20, 20]
+
+
+def lost(bench):
+    """The device knows nothing any more, the tiers do."""
+    for pool in bench.prefix._pools.values():
+        pool.forget()
+
+
+def test_a_hit_that_must_be_loaded_waits_for_its_pages():
+    tier = DictTier()
+    bench = Bench(pages=7, rule=RULE, tiers=(tier,), durable=tier)
+    bench.ask(range(24))
+    lost(bench)
+    talker = bench.add(range(100, 105), 3)
+    bench.step()
+    waits = bench.add(range(24))
+    bench.step()
+    assert len(talker.pages) == 2 and waits.slot is None, "6 pages wanted, 5 are free"
+    bench.run()
+    assert bench.cached[waits] == 20 and bench.idle
+
+
+def test_a_hit_takes_no_more_window_pages_than_there_are():
+    tier = DictTier()
+    rule = ReplayRule(layers=4, boundary=2, window=8, mode="compact", keep=8)
+    bench = Bench(windows=4, rule=rule, tiers=(tier,), durable=tier)
+    bench.ask(range(24))
+    lost(bench)
+    held = bench.prefix.windows.take(3)
+    again = bench.add(range(24))
+    assert bench.prefix.find(again).plan.cached == 0, "two pages of rows, room for one"
+    bench.prefix.windows.give_back(held)
+    bench.run()
+    assert bench.cached[again] == 16 and bench.idle
+
+
+def test_pages_computed_again_are_found_again():
+    bench = Bench(rule=RULE, chunk=8)
+    sequence = bench.add(range(24))
+    bench.step()
+    lost(bench)
+    bench.step(fails=0)
+    bench.run()
+    assert sequence.preemptions == 1
+    assert bench.found("entries", sequence) == list(range(6)) and bench.idle
