@@ -29,10 +29,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import torch
 
 from benchmarks import measure, models
 from deepinfer import LLM, SamplingParams
+from deepinfer.core.step import StepPlan
 from deepinfer.kvcache.memory import StepMemory
 from deepinfer.replay.meter import Meter
 
@@ -135,8 +139,17 @@ void stop(void) { CALLGRIND_DUMP_STATS; CALLGRIND_STOP_INSTRUMENTATION; }
 """
 
 
-def instructions(folder: Path, cache: Path, length: int, scratch: Path) -> tuple[int, int]:
-    """Instructions of a warm hit and, of these, those of the selection."""
+@dataclass(frozen=True)
+class Instructions:
+    """Of a warm hit; of these, of the selection, and of the engine around the model."""
+
+    whole: int
+    selection: int
+    engine: int
+
+
+def instructions(folder: Path, cache: Path, length: int, scratch: Path) -> Instructions:
+    """Counted in a process under callgrind."""
     source, library = scratch / "marks.c", scratch / "marks.so"
     source.write_text(MARKS, encoding="utf-8")
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
@@ -150,8 +163,8 @@ def instructions(folder: Path, cache: Path, length: int, scratch: Path) -> tuple
     )  # fmt: skip
     if done.returncode:
         raise RuntimeError(f"callgrind: {done.stderr[-2000:]}")
-    once, twice = (_total(Path(f"{out}.{number}")) for number in (1, 2))
-    return once, twice - once
+    once, twice, engine = (_total(Path(f"{out}.{number}")) for number in (1, 2, 3))
+    return Instructions(once, twice - once, engine)
 
 
 def _total(dump: Path) -> int:
@@ -160,7 +173,7 @@ def _total(dump: Path) -> int:
 
 def serve(folder: Path, cache: Path, length: int, library: str) -> None:
     """The process that callgrind watches: a hit that fills the device's memory from the folder,
-    one that counts, and one more whose selections run twice."""
+    one that counts, one whose selections run twice, and one without the model."""
     marks = ctypes.CDLL(library)
     warm = Warm(folder, "cpu", [length], cache)
     warm.hit(warm.prompt(length))
@@ -170,8 +183,12 @@ def serve(folder: Path, cache: Path, length: int, library: str) -> None:
         select(self, *rest)
         select(self, *rest)
 
-    for how in (select, twice):
-        StepMemory.select = how
+    def nothing(plan: StepPlan) -> torch.Tensor:
+        return torch.zeros(plan.logit_rows, warm.config.vocab_size)
+
+    runner = warm.llm.parts.runner
+    for how, forward in ((select, runner.forward), (twice, runner.forward), (select, nothing)):
+        StepMemory.select, runner.forward = how, forward
         ids = warm.prompt(length)
         marks.start()
         warm.hit(ids)
@@ -217,26 +234,32 @@ def main() -> int:
     entries = [
         measure.record(
             f"C2 warm hit behind {length} tokens", seconds[str(length)], "s", model=name,
-            cold_s=round(cold[length], 3), instructions=counted.get(length, (None, None))[0],
-            selection_instructions=counted.get(length, (None, None))[1],
+            cold_s=round(cold[length], 3),
+            instructions=asdict(counted[length]) if counted else None,
             correct=equal == asked.cases, **found,
         )
         for length, found in zip(lengths, rows, strict=True)
     ]  # fmt: skip
     measure.table(
         ("prefix", "cold s", "warm s", "p5", "p95", "encoder rows", "of suffix + window",
-         "decoder rows", "of keep", "instructions, G", "selection, G"),
+         "decoder rows", "of keep"),
         [(e["prefix"], e["cold_s"], e["value"], e["p5"], e["p95"], e["encoder_rows"],
-          e["encoder_ratio"], e["decoder_rows"], e["decoder_ratio"],
-          e["instructions"] and e["instructions"] / 1e9,
-          e["instructions"] and e["selection_instructions"] / 1e9) for e in entries],
+          e["encoder_ratio"], e["decoder_rows"], e["decoder_ratio"])
+         for e in entries],
     )  # fmt: skip
+    if counted:
+        measure.table(
+            ("instructions behind", "whole, G", "selection", "engine alone"),
+            [(str(length), *(f"{value / 1e9:.4f}" for value in asdict(held).values()))
+             for length, held in counted.items()],
+        )  # fmt: skip
     few = all(e[f"{half}_ratio"] <= ROWS_BAR for e in entries for half in ("encoder", "decoder"))
     clock = entries[1]["value"] / entries[0]["value"]
     flat = whole = None
     if counted:
-        (short, short_scan), (long, long_scan) = counted.values()
-        flat, whole = (long - long_scan) / (short - short_scan), long / short
+        short, long = counted.values()
+        whole = long.whole / short.whole
+        flat = (long.whole - long.selection) / (short.whole - short.selection)
     print(
         f"resumed equals fresh: {equal} of {asked.cases}; rows at most {ROWS_BAR}: {few}\n"
         f"{asked.long} / {asked.short} tokens: seconds {clock:.3f}"
