@@ -35,8 +35,8 @@ class DraftRequest:
 class RingContext:
     """See ``model.memory.DraftMemory``. One object per draft pass.
 
-    A row's key list is always W context columns, oldest first, -1 at the end where there are fewer,
-    then the B columns of its block: it depends on the request alone.
+    A row's key list is the request's context, oldest first, then the B keys of its block, then -1:
+    it depends on the request alone.
     """
 
     def __init__(
@@ -44,21 +44,22 @@ class RingContext:
     ):
         self.pools, self.ops = pools, ops
         width, slots, ring = config.sliding_window, config.dspark_block_size, pools.ring
-        past, columns = [], []
-        for i, r in enumerate(requests):
-            key = max(r.first, r.last - width + 1) + np.arange(width)
-            seen = key <= r.last
-            past.append(np.where(seen, r.slot * ring + key % ring, r.slot * ring))
-            context = np.where(seen, i * width + np.arange(width), -1)
-            block = len(requests) * width + i * slots + np.arange(slots)
-            columns.append(np.tile(np.concatenate((context, block)), (slots, 1)))
+        counts = [max(0, min(width, r.last + 1 - r.first)) for r in requests]
+        starts = np.cumsum([0, *counts])
+        places = np.empty(starts[-1], dtype=np.int64)
+        columns = np.full((len(requests), width + slots), -1)
+        for i, (r, n) in enumerate(zip(requests, counts, strict=True)):
+            mine = np.arange(starts[i], starts[i + 1])
+            places[mine] = r.slot * ring + np.arange(r.last + 1 - n, r.last + 1) % ring
+            columns[i, :n] = mine
+            columns[i, n : n + slots] = starts[-1] + i * slots + np.arange(slots)
         device = pools.history.device
-        self._past = torch.as_tensor(np.concatenate(past), device=device)
-        self._columns = torch.as_tensor(np.concatenate(columns), device=device)
+        self._places = torch.as_tensor(places, device=device)
+        self._columns = torch.as_tensor(columns.repeat(slots, 0), device=device)
 
     def attend(
         self, stage: int, q: torch.Tensor, kv: torch.Tensor, sink: torch.Tensor
     ) -> torch.Tensor:
         fmt = self.pools.formats.window
-        keys = torch.cat((self.pools.drafts[stage][self._past], fmt.encode(kv)))
+        keys = torch.cat((self.pools.drafts[stage][self._places], fmt.encode(kv)))
         return self.ops.sparse_attention(q, keys, self._columns, fmt, None, None, None, sink)
