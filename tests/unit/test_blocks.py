@@ -113,7 +113,7 @@ def test_a_dropped_name_frees_its_page_once_nobody_owns_it():
     assert blocks.evicted == []
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("take give name share drop forget".split()),
                           st.integers(0, 99)), max_size=80))  # fmt: skip
 def test_any_history_agrees_with_a_list(moves):

@@ -149,7 +149,7 @@ def test_removal_at_any_moment_returns_everything():
     assert bench.idle and bench.step() is None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.integers(1, 12)), min_size=1, max_size=12),
     st.integers(13, 20),
@@ -221,7 +221,7 @@ def test_one_that_was_preempted_resumes_from_what_it_left():
     assert rows < len(new.tokens), "not all of it again"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(0, 30), st.integers(0, 12), st.integers(1, 12)), min_size=1,

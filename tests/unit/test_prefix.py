@@ -83,7 +83,7 @@ def play(bench, script):
     return bench.run()
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(benches(), moves)
 def test_whatever_happens_pages_hold_what_their_names_say(bench, script):
     """Aborts, errors in mid-step, numbers that are not finite, preemption, tiers that lose pages:
@@ -92,7 +92,7 @@ def test_whatever_happens_pages_hold_what_their_names_say(bench, script):
     assert bench.idle
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=70, deadline=None)
 @given(benches(), moves)
 def test_with_no_accident_nobody_is_preempted_for_ever(bench, script):
     """Sharing changes what a request needs; bounded waste and progress stay."""
@@ -100,7 +100,7 @@ def test_with_no_accident_nobody_is_preempted_for_ever(bench, script):
     assert bench.idle and all(sequence.preemptions <= 3 for sequence in bench.done)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=70, deadline=None)
 @given(
     rules(), st.sampled_from([1, 2, 4, 8]), st.integers(1, 50), st.integers(1, 30),
     st.integers(1, 40), st.integers(0, 20),

@@ -46,7 +46,7 @@ def fate(rule, plan, full, layer, token):
     return "skipped" if cut and layer > boundary else "read"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(plans())
 def test_ranges_are_a_partition_that_says_what_happens(case):
     rule, plan, full = case
@@ -67,7 +67,7 @@ def test_ranges_are_a_partition_that_says_what_happens(case):
             ]  # fmt: skip
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(plans())
 def test_every_entry_is_read_or_computed_once_and_the_last_row_runs(case):
     """The owner of the decoder half has keys for every token, and a logits row is never cut."""
@@ -81,7 +81,7 @@ def test_every_entry_is_read_or_computed_once_and_the_last_row_runs(case):
         assert plan.tokens - plan.kept == rule.keep and plan.cached <= plan.kept
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(plans())
 def test_mask_runs_every_row_and_compact_sees_the_same(case):
     rule, plan, full = case
@@ -131,7 +131,7 @@ def test_thresholds_of_the_released_model():
     assert ReplayRule(layers=40, boundary=None, window=128).stateful == 40
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(rules(), st.integers(0, 120), st.booleans())
 def test_the_latest_resume_is_the_last_that_a_plan_takes(rule, tokens, full):
     latest = rule.latest_resume(tokens)
@@ -145,7 +145,7 @@ def test_the_latest_resume_is_the_last_that_a_plan_takes(rule, tokens, full):
         assert latest == max(tokens - rule.keep, 0)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(rules(), st.integers(1, 9), st.integers(1, 100))
 def test_kept_window_pages_reach_back_to_the_latest_resume(rule, size, tokens):
     """W + P * ceil(K / P) rows before the last page edge hold a window before every point from the
