@@ -19,6 +19,7 @@ from examples.train_tiny.ops import Stored
 
 # Buffers that no gradient reaches: the balance rule moves the router bias.
 BIASES = (".gate.bias", ".gate.bias_vl")
+LAYERS = {"target": "layers", "draft": "mtp"}  # where the names of a group's layers start
 
 
 @dataclass(frozen=True)
@@ -59,11 +60,13 @@ class Parameters:
     config: ModelConfig
     device: torch.device
     quantise: bool = False
+    group: str = "target"  # or "draft": the stages, trained over a frozen backbone
+    extra: tuple[Leaf, ...] = ()  # what an ablation has beside the format's tensors
     leaves: dict[str, Leaf] = field(init=False)
     spans: list[Span] = field(init=False)
 
     def __post_init__(self) -> None:
-        leaves = describe(self.config)
+        leaves = describe(self.config, self.group) + list(self.extra)
         leaves.sort(key=_layout)
         self.leaves = {leaf.name: leaf for leaf in leaves}
         size = sum(leaf.count for leaf in leaves)
@@ -84,8 +87,10 @@ class Parameters:
             tensor = self.master[self.places[leaf.name]].view(leaf.shape).requires_grad_()
             tensor.grad = self.grad[self.places[leaf.name]].view(leaf.shape)
             self.tensors[leaf.name] = tensor
-        layers, experts = self.config.num_hidden_layers, self.config.n_routed_experts
-        self.router_bias = torch.zeros(layers, experts, device=self.device)
+        routers = (self.config.num_hidden_layers, self.config.n_routed_experts)
+        if self.group == "draft":
+            routers = (self.config.num_nextn_predict_layers, self.config.dspark_n_routed_experts)
+        self.router_bias = torch.zeros(routers, device=self.device)
 
     def initialise(self, seed: int) -> None:
         """Draws every weight by the table of the recipe; the same on every machine."""
@@ -119,10 +124,10 @@ class Parameters:
             # The indexer learns from its own loss alone; the model does not bend to it.
             detached = ".indexer." in name
             out[name] = Stored(tensor, shadow, quantised, detached)
-        for layer in range(self.config.num_hidden_layers):
-            for bias in BIASES:
-                out[f"layers.{layer}.ffn{bias}"] = self.router_bias[layer]
-        if self.config.tie_word_embeddings:
+        for layer, bias in enumerate(self.router_bias):
+            for name in BIASES:
+                out[f"{LAYERS[self.group]}.{layer}.ffn{name}"] = bias
+        if self.group == "target" and self.config.tie_word_embeddings:
             out["head.weight"] = out["embed.weight"]
         return out
 
@@ -144,12 +149,14 @@ class Parameters:
         self.refresh()
 
     @staticmethod
-    def exported(snapshot: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def exported(
+        snapshot: dict[str, torch.Tensor], group: str = "target"
+    ) -> dict[str, torch.Tensor]:
         """A snapshot under the names of the checkpoint format (experts stacked), on the CPU."""
         out = {n: t.float().cpu() for n, t in snapshot.items() if n != "router_bias"}
         for layer, bias in enumerate(snapshot["router_bias"].float().cpu()):
             for name in BIASES:
-                out[f"layers.{layer}.ffn{name}"] = bias.clone()
+                out[f"{LAYERS[group]}.{layer}.ffn{name}"] = bias.clone()
         return out
 
     def _quantised_runs(self):
@@ -165,11 +172,13 @@ class Parameters:
         return runs
 
 
-def describe(config: ModelConfig) -> list[Leaf]:
-    """Every trainable tensor of the backbone, in the order of the format, experts stacked."""
+def describe(config: ModelConfig, group: str = "target") -> list[Leaf]:
+    """Every trainable tensor of the backbone or of the draft stages, in the order of the format,
+    experts stacked."""
+    experts = config.n_routed_experts if group == "target" else config.dspark_n_routed_experts
     leaves: dict[str, Leaf] = {}
     for name, p in names.parameters(config, vision=False).items():
-        if p.group != "target" or name.endswith(BIASES):
+        if p.group != group or name.endswith(BIASES):
             continue
         if config.tie_word_embeddings and name == "head.weight":
             continue
@@ -177,7 +186,7 @@ def describe(config: ModelConfig) -> list[Leaf]:
         if p.stack is None:
             leaves[name] = _leaf(name, p.shape, quant, config)
         elif p.stack[0] not in leaves:
-            shape = (config.n_routed_experts, *p.shape)
+            shape = (experts, *p.shape)
             leaves[p.stack[0]] = _leaf(p.stack[0], shape, quant, config)
     return list(leaves.values())
 
@@ -192,6 +201,12 @@ def _leaf(name: str, shape: tuple[int, ...], quant, config: ModelConfig) -> Leaf
         return adam(2e-3, 0.02)
     if name.endswith("engram.embed.weight"):
         return adam(1e-2, 0.5)
+    if name.endswith("markov_head.embed.weight"):
+        return adam(6e-3, 0.3)
+    if name.endswith("markov_head.head.weight"):
+        return adam(2e-3, 0.02)
+    if name.endswith("confidence_head.proj.weight"):
+        return adam(2e-3, 0.01)
     if name.endswith(("hc_attn_fn", "hc_ffn_fn")):
         return adam(2e-3, shape[-1] ** -0.5)
     if name.endswith("_base"):
@@ -209,7 +224,7 @@ def _leaf(name: str, shape: tuple[int, ...], quant, config: ModelConfig) -> Leaf
         rows //= config.o_groups  # block diagonal: one matrix a group
     small = name.endswith(("wo_b.weight", ".w2", "w2.weight"))
     std = cols**-0.5 * (0.25 if small else 1.0)
-    rate = 0.02 * max(1.0, rows / cols) ** 0.5
+    rate = (0.01 if name.startswith("mtp.") else 0.02) * max(1.0, rows / cols) ** 0.5
     return Leaf(name, shape, "muon", rate, std, quant, (rows, cols))
 
 
