@@ -25,7 +25,7 @@ TORCH_FREE = (
     "deepinfer.report.tables", "deepinfer.model.config", "deepinfer.checkpoint.layout",
     "deepinfer.checkpoint.names", "deepinfer.kvcache.blocks", "deepinfer.kvcache.prefix",
     "deepinfer.kvcache.tiers", "deepinfer.scheduler.policy", "deepinfer.replay",
-    "deepinfer.model.cost",
+    "deepinfer.model.cost", "deepinfer.speculative", "deepinfer.speculative.timing",
     "deepinfer.tokenizer.tokenizer", "deepinfer.cli.main", "deepinfer.cli.checks",
 )  # fmt: skip
 

@@ -1,0 +1,6 @@
+"""How many guesses to make, which to check, which to keep. Imports only its torch-free half."""
+
+from deepinfer.speculative.proposal import Counts, Proposal, Verdict
+from deepinfer.speculative.schedule import Schedule
+
+__all__ = ["Counts", "Proposal", "Schedule", "Verdict"]
