@@ -26,7 +26,8 @@ class Sequence:
     ids, kept only where penalties need them.
     replay: how its prompt is computed. names: of its whole pages (`kvcache.prefix`), the first
     `named` of which others can find. windows: page of the sequence -> window page being filled.
-    restore: window pages that its first rows need.
+    restore: window pages that its first rows need. answered: pages of its answer whose window rows
+    it has given a name.
     """
 
     request: Request
@@ -43,6 +44,7 @@ class Sequence:
     named: int = 0
     windows: dict[int, int] = field(default_factory=dict)
     restore: list[int] = field(default_factory=list)
+    answered: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt_ids)

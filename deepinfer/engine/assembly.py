@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from deepinfer.checkpoint.layout import Checkpoint
     from deepinfer.model.config import ModelConfig
-    from deepinfer.ops.registry import Choice
     from deepinfer.settings import Settings
 
 EMBEDDED = Path(__file__).parents[1] / "embedded"
@@ -115,7 +114,14 @@ def assemble(settings: Settings, warn: Callable[[str], object]) -> Parts:
     sizes, warnings = plan_sizes(settings, config, free)
     reuse = Reuse(
         enabled=settings.prefix_cache,
-        identity=_identity(checkpoint, token_map, rule, sizes, registry.explain(device, overrides)),
+        identity=_identity(
+            checkpoint,
+            config.dtype,
+            token_map,
+            rule,
+            sizes,
+            (device, *registry.explain(device, overrides)),
+        ),  # fmt: skip
         context=max(0, config.engram_max_ngram_size - 1),
         replay=settings.encoder_replay,
     )
@@ -163,22 +169,27 @@ def uncut(settings: Settings, config: ModelConfig) -> tuple[str, ...]:
 
 def _identity(
     checkpoint: Checkpoint,
+    dtype: str,
     token_map: Sequence[int] | None,
     rule: ReplayRule,
     sizes: Sizes,
-    choices: Sequence[Choice],
+    numerics: Sequence[object],
 ) -> bytes:
-    """What kept state depends on beside the tokens: the checkpoint, how numbers are computed, and
-    how a page is laid out."""
+    """What kept state depends on beside the tokens: the checkpoint, how numbers are computed
+    (device type, back ends, versions, activations), and how a page is laid out."""
+    import torch
+
     import deepinfer
 
     parts = (
         checkpoint.identity(),
         deepinfer.__version__,
+        torch.__version__,
+        dtype,
         rule.stateful,
         sizes.page_tokens,
         token_map,
-        [(choice.op, choice.backend) for choice in choices],
+        numerics,
     )
     return hashlib.blake2b(repr(parts).encode(), digest_size=32).digest()
 

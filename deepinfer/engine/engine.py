@@ -203,6 +203,8 @@ class LLM:
         """Drop the model and its memory. Twice is harmless; other calls then raise UsageError."""
         for answer, call in list(self._running.values()):
             self._finish(answer, call, FinishReason.ABORT)
+        if self.parts is not None:
+            self._persist()
         self.parts = None
 
     def __enter__(self) -> LLM:
@@ -255,7 +257,8 @@ class LLM:
         for answer in call.answers:
             if answer.result is None:
                 self._finish(answer, call, FinishReason.ABORT)
-        self._persist()
+        if self.parts is not None:
+            self._persist()
 
     def _finish(
         self,
@@ -278,21 +281,22 @@ class LLM:
     # one step
 
     def _step(self) -> None:
-        step = self._policy.next_step(lambda sequence: self._running[sequence][0].wants_all_rows)
-        if step is None:
-            raise InternalError("nothing-to-run", "requests are open but none can run")
-        now = self._clock()
-        for sequence in step.sequences:
-            answer, _ = self._running[sequence]
-            answer.scheduled = now if answer.scheduled is None else answer.scheduled
         try:
+            step = self._policy.next_step(
+                lambda sequence: self._running[sequence][0].wants_all_rows
+            )
+            if step is None:
+                raise InternalError("nothing-to-run", "requests are open but none can run")
+            now = self._clock()
+            for sequence in step.sequences:
+                answer, _ = self._running[sequence]
+                answer.scheduled = now if answer.scheduled is None else answer.scheduled
             self._move(self._prefix.leaving(), self._prefix.keep)
             self._commit(step, self.parts.runner.forward(step.plan))
         except BaseException:
-            # The memory of these sequences is half written: whoever goes on starts afresh.
-            for sequence in step.sequences:
-                if sequence.slot is not None:
-                    self._policy.preempt(sequence)
+            # Memory is half written or half planned: whoever goes on starts afresh.
+            for sequence in tuple(self._policy.running):
+                self._policy.preempt(sequence)
             raise
         self._persist()
 
@@ -312,10 +316,11 @@ class LLM:
         """Take a step's logits [logit rows, vocab]: choose, append, tell, finish."""
         drawing: list[tuple[Generation, int]] = []
         broken: list[Generation] = []
+        own: dict[Generation, torch.Tensor] = {}
         complete: list[Generation] = []
         first_row = 0
         for chunk, sequence in zip(step.plan.chunks, step.sequences, strict=True):
-            rows = logits[first_row : first_row + chunk.logits]
+            rows = own[sequence] = logits[first_row : first_row + chunk.logits]
             first_row += chunk.logits
             answer, _ = self._running[sequence]
             answer.ran(chunk, rows)
@@ -333,9 +338,7 @@ class LLM:
             if token is None
         ]
         for chunk, sequence in zip(step.plan.chunks, step.sequences, strict=True):
-            if sequence in broken:
-                self._prefix.forget(sequence)
-            else:
+            if sequence not in broken:
                 self._prefix.advance(sequence, chunk.end)
         now = self._clock()
         for (sequence, _), (token, logprob) in zip(drawing, chosen, strict=True):
@@ -344,6 +347,8 @@ class LLM:
         for sequence in complete:
             self._finish(*self._running[sequence], FinishReason.LENGTH)
         for sequence in broken:
+            if not own[sequence].isfinite().all():
+                self._prefix.forget(sequence)
             problem = _numeric_error(sequence)
             self._finish(*self._running[sequence], FinishReason.ERROR, problem=problem)
 

@@ -90,9 +90,9 @@ class Intake:
             return (), problem
 
     def _foreign(self, where: str, ids: Sequence[int]) -> UsageError | None:
-        bad = next((token for token in ids if not 0 <= token < self._vocab), None)
-        if bad is None:
+        if not ids or (min(ids) >= 0 and max(ids) < self._vocab):
             return None
+        bad = next(token for token in ids if not 0 <= token < self._vocab)
         return UsageError(
             "bad-token-id",
             f"{where} has token id {bad}, which the model does not have",
@@ -164,6 +164,9 @@ def _prompts(got: object) -> list[str | tuple[int, ...]]:
         if isinstance(prompt, str):
             out.append(prompt)
             continue
+        if _is_plain(prompt):
+            out.append(tuple(prompt))
+            continue
         if not _is_ids(prompt) and not (_is_list(prompt) and len(prompt) == 0):
             raise _not_a_prompt(f"prompts[{at}]", prompt)
         try:
@@ -178,8 +181,15 @@ def _is_list(got: object) -> bool:
     return isinstance(got, Sequence) or _dimensions(got) > 0
 
 
+def _is_plain(got: object) -> bool:
+    """A list or tuple of Python's own whole numbers; long prompts are nearly always that."""
+    return isinstance(got, (list, tuple)) and set(map(type, got)) == {int}
+
+
 def _is_ids(got: object) -> bool:
     """A list of whole numbers, at least one; numpy's and torch's count."""
+    if _is_plain(got):
+        return True
     if isinstance(got, (str, bytes)) or not hasattr(got, "__len__") or not hasattr(got, "__iter__"):
         return False
     if getattr(got, "ndim", 1) != 1:  # a single number in an array, or rows

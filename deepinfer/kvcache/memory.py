@@ -47,11 +47,12 @@ class _Windows:
 
 @dataclass(frozen=True)
 class _Batch:
-    """Requests with equally many rows: R requests, T rows each, up to n entries."""
+    """Some rows of requests with equally many of them: R requests, T rows each, n entries."""
 
     rows: torch.Tensor  # [R, T]
     visible: torch.Tensor  # [R, T] entries that each row may see
     table: torch.Tensor  # [R, n] pool slot of each entry
+    whole: torch.Tensor  # [R, m] the same for all rows of these requests, m >= n
 
 
 class _Half:
@@ -279,6 +280,7 @@ class StepMemory:
             starts = np.array([half.starts[i] for i in members])[:, None]
             rows = half.offsets[members][:, None] + np.arange(count)
             visible = (starts + np.arange(count) + 1) // ratio
+            whole = self._tensor(table)
             most = _SCORES if self.device.type == "cpu" else _DEVICE_SCORES
             step = max(1, most // max(1, n * len(chunks)))
             for t in range(0, count, step):
@@ -286,7 +288,8 @@ class StepMemory:
                     _Batch(
                         self._tensor(rows[:, t : t + step]),
                         self._tensor(visible[:, t : t + step]),
-                        self._tensor(table[:, : visible[:, t : t + step].max()]),
+                        whole[:, : visible[:, t : t + step].max()],
+                        whole,
                     )
                 )
         return batches
@@ -303,12 +306,16 @@ class StepMemory:
         assert layer.kv_source is not None, "an index source has a KV source"
         records = self.pools.index[layer.kv_source]
         limit = config.candidate_topk_blocks * config.candidate_block_size
+        whole = keys = None
         for number, batch in enumerate(half.batches[layer.ratio]):
             blocks = self._candidates[number] if layer.uses_candidates else None
             if blocks is not None and batch.table.shape[1] > limit:
                 best = self._select_within(batch, blocks, records, q, weights)
             else:
-                best = self._select(layer, batch, blocks, records, q, weights)
+                if whole is not batch.whole:  # once for all rows of a request
+                    whole = batch.whole
+                    keys = self.pools.formats.index.decode(records[whole])
+                best = self._select(layer, batch, blocks, keys, q, weights)
             chosen[batch.rows] = best
 
     def _select(
@@ -316,14 +323,14 @@ class StepMemory:
         layer: LayerSpec,
         batch: _Batch,
         blocks: torch.Tensor | None,
-        records: torch.Tensor,
+        keys: torch.Tensor,
         q: torch.Tensor,
         weights: torch.Tensor,
     ) -> torch.Tensor:
-        """Pool slots [R, T, k] of the best entries, of all or of candidate ``blocks``."""
+        """Pool slots [R, T, k] of the best entries, of all or of candidate ``blocks``; ``keys``
+        [R, m, d] of the whole table."""
         config, n = self.config, batch.table.shape[1]
-        keys = self.pools.formats.index.decode(records[batch.table])
-        scores = self.ops.index_scores(q[batch.rows], keys, weights[batch.rows])
+        scores = self.ops.index_scores(q[batch.rows], keys[:, :n], weights[batch.rows])
         allowed = None
         if layer.candidate_source:
             self._candidates.append(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from deepinfer.errors import InternalError
 from deepinfer.model.config import ModelConfig
 from deepinfer.quant.records import RecordFormat
 
@@ -156,6 +157,9 @@ class Pools:
 
     def write(self, kind: str, page: int, payload: bytes) -> None:
         """Put back what ``read`` gave."""
+        held = sum(part[page].numel() for part in self._paged(kind))
+        if len(payload) != held:
+            raise InternalError("page-size", f"{len(payload)} bytes for a {kind} page of {held}")
         data, at = torch.frombuffer(bytearray(payload), dtype=torch.uint8), 0
         for part in self._paged(kind):
             size = part[page].numel()

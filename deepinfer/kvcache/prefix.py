@@ -31,6 +31,7 @@ class Tier(Protocol):
     def contains(self, key: Key) -> bool: ...
     def get(self, key: Key) -> bytes | None: ...
     def put(self, key: Key, payload: bytes) -> None: ...
+    def drop(self, key: Key) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,24 +83,35 @@ class PrefixCache:
         self._halo = -(-rule.window // self._size)
         self._kept = rule.window_pages(self._size)
         self._complete: list[tuple[Key, int]] = []
+        self._bad: set[bytes] = set()
 
     # a request comes
 
-    def find(self, sequence: Sequence) -> Hit:
-        """The longest known prefix; its device pages are shared from now on (see `undo`)."""
+    def find(self, sequence: Sequence, reserve: int = 0) -> Hit | None:
+        """The longest known prefix; its device pages are shared from now on (see `undo`).
+
+        None, and nothing is shared or read, if there is no room for the rest of its tokens beside
+        `reserve` pages.
+        """
         self._extend_names(sequence)
         while True:
             count, refill = self._longest(sequence)
+            if not self._fits(sequence, count, reserve):
+                return None
             plan = self.rule.plan(
                 sequence.prompt_tokens,
                 cached=count * self._size, refill=refill, full=sequence.full,
             )  # fmt: skip
             hit = Hit(plan, [], [])
             first = count if refill else max(count - self._halo, 0)
-            for name in sequence.names[:count]:
-                hit.entries.append(self._state(ENTRIES, name))
-            for name in sequence.names[first:count]:
-                hit.windows.append(self._state(WINDOWS, name))
+            try:
+                for name in sequence.names[:count]:
+                    hit.entries.append(self._state(ENTRIES, name))
+                for name in sequence.names[first:count]:
+                    hit.windows.append(self._state(WINDOWS, name))
+            except BaseException:
+                self.undo(hit)
+                raise
             # A file may be damaged, or another process may have removed it: look once more.
             if None not in (*hit.entries, *hit.windows):
                 return hit
@@ -113,8 +125,7 @@ class PrefixCache:
     def adopt(self, sequence: Sequence, hit: Hit) -> list[Load]:
         """Make a hit the sequence's own and take pages for the rest of its tokens.
 
-        Returns what must be loaded before its first rows run. The caller has checked that there
-        is room for `missing` pages.
+        Returns what must be loaded before its first rows run.
         """
         loads: list[Load] = []
         for kind, states, pages in (
@@ -134,10 +145,13 @@ class PrefixCache:
         sequence.computed = hit.plan.first
         return loads
 
-    def missing(self, sequence: Sequence, hit: Hit) -> int:
-        """Pages of entries to take for all the tokens of a sequence that adopts a hit."""
-        shared = sum(isinstance(state, int) for state in hit.entries)
-        return self.entries.pages_for(len(sequence.tokens)) - shared
+    def _fits(self, sequence: Sequence, count: int, reserve: int) -> bool:
+        """Is there room for a sequence that resumes behind `count` pages?"""
+        pages = [self.entries.find(name) for name in sequence.names[:count]]
+        here = [page for page in pages if page is not None]
+        idle = sum(not self.entries.owned(page) for page in here)  # free, but about to be shared
+        need = self.entries.pages_for(len(sequence.tokens)) - len(here)
+        return need + reserve <= self.entries.free - idle
 
     def _longest(self, sequence: Sequence) -> tuple[int, int]:
         """Pages to resume behind, and rows to replay there because their windows are missing."""
@@ -202,7 +216,8 @@ class PrefixCache:
         first = max(sequence.prompt_tokens // size - self._kept, start // size)
         for i in range(first, -(-end // size)):
             if i not in sequence.windows:
-                known = i < len(sequence.names) and self.windows.find(sequence.names[i])
+                names = sequence.names
+                known = i < len(names) and self.windows.find(names[i]) is not None
                 if start > i * size or known or not self.windows.free:
                     continue
                 [sequence.windows[i]] = self.windows.take(1)
@@ -224,10 +239,12 @@ class PrefixCache:
         sequence.named = max(sequence.named, complete)
         for i in sorted(i for i in sequence.windows if i < complete):
             page = sequence.windows.pop(i)
-            self._name(WINDOWS, page, names[i], durable=i < answer)
+            own = self._name(WINDOWS, page, names[i], durable=i < answer)
             self.windows.give_back([page])
-            if i - self._kept >= answer:
-                self.windows.drop(names[i - self._kept])
+            if own and i >= answer:
+                sequence.answered.append(i)
+                if len(sequence.answered) > self._kept:
+                    self.windows.drop(names[sequence.answered.pop(0)])
 
     def _return_windows(self, sequence: Sequence) -> None:
         """The pages that a resume read have done their work; loaded ones get their name."""
@@ -241,9 +258,13 @@ class PrefixCache:
         self.windows.give_back(sequence.restore)
         sequence.restore = []
 
-    def _name(self, kind: str, page: int, name: bytes, durable: bool = True) -> None:
-        if self._pools[kind].name(page, name) and durable and self.durable is not None:
+    def _name(self, kind: str, page: int, name: bytes, durable: bool = True) -> bool:
+        """Let others find a page; False if another page, or bad numbers, have the name."""
+        if name in self._bad or not self._pools[kind].name(page, name):
+            return False
+        if durable and self.durable is not None:
             self._complete.append(((kind, name), page))
+        return True
 
     def _answer(self, sequence: Sequence) -> int:
         """The page in which the prompt ends."""
@@ -251,9 +272,12 @@ class PrefixCache:
 
     def forget(self, sequence: Sequence) -> None:
         """Nobody else may find what a sequence computed: its numbers are not finite."""
+        self._bad.update(sequence.names)
         for name in sequence.names:
-            self.entries.drop(name)
-            self.windows.drop(name)
+            for kind, pool in self._pools.items():
+                pool.drop(name)
+                for tier in self.tiers:
+                    tier.drop((kind, name))
         sequence.named = 0
 
     def release(self, sequence: Sequence) -> None:
@@ -267,7 +291,7 @@ class PrefixCache:
         self.windows.give_back(sequence.restore)
         self.windows.give_back([sequence.windows[i] for i in sorted(sequence.windows)])
         self.entries.give_back(sequence.pages)
-        sequence.pages, sequence.restore, sequence.windows = [], [], {}
+        sequence.pages, sequence.restore, sequence.windows, sequence.answered = [], [], {}, []
         sequence.computed = sequence.named = 0
 
     @contextmanager
@@ -303,7 +327,12 @@ class PrefixCache:
         """(key, page) of the pages completed since the last call that the durable tier lacks; to
         be read and handed to `persist` before the next step is planned."""
         found, self._complete = self._complete, []
-        return [(key, page) for key, page in found if not self.durable.contains(key)]
+        return [
+            (key, page)
+            for key, page in found
+            # A page given back may have been taken and written again since.
+            if self._pools[key[0]].find(key[1]) == page and not self.durable.contains(key)
+        ]
 
     def persist(self, key: Key, payload: bytes) -> None:
         """Store a page for good."""

@@ -67,6 +67,10 @@ class HostTier:
             _, dropped = self._pages.popitem(last=False)
             self.nbytes -= len(dropped)
 
+    def drop(self, key: Key) -> None:
+        """Forget a page."""
+        self.nbytes -= len(self._pages.pop(key, b""))
+
 
 class DiskTier:
     """Pages as files `<folder>/<identity>/<first two hex>/<hex>.<kind>`, readable by the user only.
@@ -154,6 +158,11 @@ class DiskTier:
             self._write(path, self._head(key, len(payload)), payload)
             self._used += size
             self._unseen += size
+
+    def drop(self, key: Key) -> None:
+        """Remove a page."""
+        with self._writing(), suppress(FileNotFoundError):
+            os.unlink(self._path(key))
 
     def _path(self, key: Key) -> str:
         kind, digest = key

@@ -182,6 +182,8 @@ class ModelConfig:
         start = self.decoder_start
         if start is None:
             return ("no layer has compression ratio 1",)
+        if start == 0:
+            return ("the boundary layer is the first, so there is no encoder half",)
         found = [
             f"layer {i} owns compressed KV after the boundary layer {start}"
             for i in self.kv_source_layer_ids

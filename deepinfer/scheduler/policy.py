@@ -148,16 +148,13 @@ class Policy:
         if len(self.running) >= min(self.slots, self.max_rows):
             return None
         growth = [self._missing(running, running.request.need) for running in self.running]
-        hit = self.prefix.find(sequence)
-        need = self.prefix.missing(sequence, hit)
         if sequence.preemptions < PATIENCE:
             reserve = sum(min(pages, 1) for pages in growth)
         else:
-            need += self.blocks.pages_for(sequence.request.need)
-            need -= self.blocks.pages_for(len(sequence.tokens))
-            reserve = sum(growth)
-        if need + reserve > self.blocks.free:
-            self.prefix.undo(hit)
+            reserve = sum(growth) + self.blocks.pages_for(sequence.request.need)
+            reserve -= self.blocks.pages_for(len(sequence.tokens))
+        hit = self.prefix.find(sequence, reserve)
+        if hit is None:
             return None
         sequence.slot = self._free_slots.pop()
         insort(self.running, sequence, key=_arrival)

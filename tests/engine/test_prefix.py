@@ -345,3 +345,37 @@ def test_without_room_for_window_rows_nothing_breaks(folder):
         llm._prefix.windows.__init__(0, PAGE)
         first, second = (llm.generate([prompt(60)], params())[0] for _ in range(2))
         assert second.usage.cached_tokens == 0 and seen(first) == seen(second)
+
+
+def test_other_activations_find_nothing(tmp_path):
+    """fp32 and bf16 state of one checkpoint never meet in a folder."""
+    folder, kept, text = t6.write(tmp_path / "m"), tmp_path / "state", prompt(90)
+    for dtype in ("fp32", "bf16"):
+        with LLM(folder, **SMALL, prefix_cache_dir=kept, dtype=dtype) as llm:
+            assert llm.generate([text], params())[0].usage.cached_tokens == 0
+
+
+def test_closing_keeps_what_an_open_stream_has_computed(tmp_path):
+    folder, kept, text = t6.write(tmp_path / "m"), tmp_path / "state", prompt(60)
+    llm = LLM(folder, **SMALL, prefix_cache_dir=kept)
+    stream = llm.stream([text], params(max_tokens=40))
+    for _ in range(3):
+        next(stream)
+    llm.close()
+    assert [delta.result.finish_reason for delta in stream if delta.result] == ["abort"]
+    llm.close()
+    with LLM(folder, **SMALL, prefix_cache_dir=kept) as llm:
+        assert llm.generate([text], params())[0].usage.cached_tokens == resume_point(60)
+
+
+def test_a_model_without_an_encoder_half(tmp_path):
+    folder = t6.write(
+        tmp_path / "m", num_nextn_predict_layers=0, compress_ratios=[1] * 6,
+        kv_source_layer_ids=[0], index_source_layer_ids=[0, 3, 4, 5], engram_layer_ids=[],
+        candidate_source_layer_id=0,
+    )  # fmt: skip
+    lines = []
+    with LLM(folder, **SMALL, on_warning=lines.append) as llm:
+        first, second = (llm.generate([prompt(50)], params())[0] for _ in range(2))
+        assert first.replay == "off" and any("no encoder half" in line for line in lines)
+        assert second.usage.cached_tokens == 48 and seen(first) == seen(second)

@@ -196,8 +196,8 @@ def test_scoring_candidates_alone_chooses_what_a_mask_chooses(model, monkeypatch
 
 
 def masked_select(memory, batch, blocks, records, q, weights):
-    layer = memory.config.layers[5]
-    return memory._select(layer, batch, blocks, records, q, weights)
+    keys = memory.pools.formats.index.decode(records[batch.whole])
+    return memory._select(memory.config.layers[5], batch, blocks, keys, q, weights)
 
 
 def test_rope_bases_are_read(model):

@@ -53,6 +53,9 @@ class DictTier:
     def put(self, key, payload):
         self.pages[key] = payload
 
+    def drop(self, key):
+        self.pages.pop(key, None)
+
 
 class Device:
     """Pages and slots. Whatever was not written holds 0, which no prefix has."""
@@ -194,20 +197,18 @@ class Bench:
         self._move(self.prefix.leaving(), self.prefix.keep)
         if fails is not None:
             self.device.run(step, self.prefix, breaks=fails)
-            for sequence in step.sequences:
-                self.policy.preempt(sequence)
+            self.start_afresh()
             self._persist()
             self.check()
             return step
         self.device.run(step, self.prefix)
         for at, (chunk, sequence) in enumerate(zip(step.plan.chunks, step.sequences, strict=True)):
             self.cached.setdefault(sequence, chunk.replay.cached)
-            if at == broken:
-                self.prefix.forget(sequence)
-            else:
+            if at != broken:
                 self.prefix.advance(sequence, chunk.end)
         for at, (chunk, sequence) in enumerate(zip(step.plan.chunks, step.sequences, strict=True)):
             if at == broken:
+                self.prefix.forget(sequence)
                 self.policy.remove(sequence)
                 self.open.remove(sequence)
                 continue
@@ -220,6 +221,10 @@ class Bench:
         self._persist()
         self.check()
         return step
+
+    def start_afresh(self):
+        for sequence in tuple(self.policy.running):
+            self.policy.preempt(sequence)
 
     def _persist(self):
         self._move(self.prefix.completed(), self.prefix.persist)
@@ -252,6 +257,8 @@ class Bench:
                 best = count
         before = self._owned()
         hit = cache.find(sequence)
+        if hit is None:
+            return
         if hit.plan.refill:
             assert cache.reuse.replay and hit.plan.cached > best * self.size
             assert hit.plan.refill == self.rule.window

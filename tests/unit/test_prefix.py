@@ -21,7 +21,7 @@ def rules(draw):
     return ReplayRule(layers=4, boundary=2, window=window, mode=mode, keep=keep)
 
 
-TIERS = [(), ("host",), ("small",), ("lossy",)]
+TIERS = [(), ("host",), ("small",), ("host", "disk"), ("small", "disk"), ("lossy",)]
 
 
 @st.composite
@@ -335,3 +335,94 @@ def test_pages_computed_again_are_found_again():
     bench.run()
     assert sequence.preemptions == 1
     assert bench.found("entries", sequence) == list(range(6)) and bench.idle
+
+
+SMALL = ReplayRule(layers=4, boundary=2, window=4, mode="compact", keep=4)
+
+
+def test_a_preempted_answer_is_not_persisted_from_a_page_that_was_taken():
+    host, disk = DictTier(), DictTier()
+    bench = Bench(pages=14, windows=3, slots=3, rule=SMALL, tiers=(host, disk), durable=disk)
+    bench.add(range(8), 30)
+    new = bench.add(range(100, 108), 30)
+    bench.run()
+    assert new.preemptions and bench.idle
+
+
+def with_disk(**more):
+    disk = DictTier()
+    return Bench(
+        pages=14, windows=9, size=4, slots=3, rule=SMALL, tiers=(disk,), durable=disk, **more
+    ), disk
+
+
+def test_a_tier_that_is_interrupted_leaks_nothing():
+    bench, disk = with_disk()
+    bench.ask(range(24))
+    bench.prefix.windows.forget()
+    bench.add(range(24))
+
+    def interrupted(key):
+        raise KeyboardInterrupt
+
+    get, disk.get = disk.get, interrupted
+    with pytest.raises(KeyboardInterrupt):
+        bench.step()
+    disk.get = get
+    bench.run()
+    assert bench.idle
+
+
+def test_a_step_that_was_planned_and_never_ran():
+    bench, _ = with_disk()
+    bench.ask(range(24))
+    bench.prefix.windows.forget()
+    bench.prefix.entries.forget()
+    bench.add(range(24))
+    assert bench.policy.next_step().plan.loads, "they are lost"
+    bench.start_afresh()
+    bench.run()
+    assert bench.idle
+
+
+def test_numbers_that_are_not_finite_are_found_nowhere():
+    bench, disk = with_disk(chunk=8)
+    bench.add(range(24))
+    bench.step()
+    bench.step()
+    assert disk.pages
+    bench.step(broken=0)
+    assert not disk.pages
+    again = bench.ask(range(24))
+    assert bench.cached[again] == 0 and not bench.found("entries", again)
+
+
+def test_an_answer_drops_its_own_window_rows_alone():
+    bench = Bench(pages=40, windows=24, size=4, slots=3, rule=SMALL)
+    ids = bench.ask(range(8), 20).tokens
+    other = bench.ask(ids[:20])  # a prompt that ends inside the answer
+    kept = bench.found("windows", other)
+    bench.ask(range(8), 40)
+    assert kept and set(kept) <= set(bench.found("windows", other))
+
+
+def test_window_rows_that_are_known_take_no_page():
+    bench = Bench(pages=40, windows=24, size=4, slots=3, rule=SMALL)
+    bench.ask(range(8), 1)
+    bench.add(range(8), 1, full=True)
+    assert bench.policy.next_step().plan.chunks[0].windows == ()
+
+
+def test_a_request_that_waits_for_room_reads_nothing():
+    bench, disk = with_disk()
+    bench.ask(range(40))
+    bench.prefix.entries.forget()
+    bench.lossless = False  # the check of each resume point would read, too
+    bench.add(range(100, 120), 12)
+    bench.step()
+    bench.add(range(40), 1)
+    for _ in range(8):
+        bench.step()
+        assert len(bench.policy.running) == 1 and not disk.gets
+    bench.run()
+    assert disk.gets
