@@ -4,10 +4,10 @@
     python -m examples.train_tiny.draft --out /tmp/out --smoke        # a rehearsal on a CPU
 
 Comes in: a checkpoint and the data folder made by `prepare.py`. Goes out: the checkpoint with draft
-stages, the drafters that it is compared with, and `draft.json` with accepted lengths. Four parts:
-the backbone writes text, its hidden states over that and over training rows are pooled, all
-drafters are trained on the same anchors of the pool, and they are measured on text that the
-backbone wrote from held-out prompts. It must not know formulas.
+stages, and `draft.json` with their accepted lengths and those of other drafters trained beside
+them. Four parts: the backbone writes text, its hidden states over that and over training rows are
+pooled, all drafters are trained on the same anchors of the pool, and they are measured on text that
+the backbone wrote from held-out prompts. It must not know formulas.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     a.add_argument("--experts", type=int, default=8)
     a.add_argument("--rank", type=int, default=64, help="of the Markov head")
     a.add_argument("--length", type=int, default=1024, help="tokens of a row")
-    a.add_argument("--batch", type=int, default=32, help="rows a step")
-    a.add_argument("--anchors", type=int, default=96, help="anchors a row and step")
+    a.add_argument("--batch", type=int, default=64, help="rows a step")
+    a.add_argument("--anchors", type=int, default=48, help="anchors a row and step")
     a.add_argument("--writers", type=int, default=1024, help="texts written at once")
     a.add_argument("--own", type=int, default=6, help="batches of own text to train on")
     a.add_argument("--pool", type=int, default=12288, help="rows pooled at most")
@@ -510,20 +510,15 @@ class Run:
         })  # fmt: skip
 
     def _export(self, heads: list[Head]) -> None:
-        """The checkpoint with stages; the other drafters beside it, in bfloat16."""
-        snapshots = {head.name: Parameters.exported(head.p.snapshot(), "draft") for head in heads}
-        others = {
-            name: {n: t.to(torch.bfloat16) for n, t in tensors.items()}
-            for name, tensors in snapshots.items() if name != "dspark"
-        }  # fmt: skip
-        if others:
-            torch.save(others, self.args.out / "ablations.pt")
-        if "dspark" not in snapshots:
+        """The checkpoint with stages; the other drafters leave nothing but their figures."""
+        stages = [head for head in heads if head.name == "dspark"]
+        if not stages:
             return
+        snapshot = Parameters.exported(stages[0].p.snapshot(), "draft")
         folder = write_checkpoint(
             self.args.out / "checkpoint",
             self.config_dict,
-            {**self.stored, **snapshots["dspark"]},
+            {**self.stored, **snapshot},
             tokenizer_json=(self.path / "tokenizer.json").read_text(encoding="utf-8"),
             token_map=self.token_ids,
         )
