@@ -326,6 +326,10 @@ def test_what_a_request_did_not_draft_counts_as_sure():
     plan.learn(2, {"old": (0.0, 0.0, 0.0), "gone": (1.0, 1.0)})
     assert plan.budget(5, {"old": 1, "new": 3}) == schedule.budget([[1.0] * 3 + [0]], 2, time)
     assert plan.budget(5, {}) == 0
+    plan = Schedule(lambda rows, requests: 1 + 0.1 * (rows - requests))
+    plan.learn(12, {"early": (0.0, 0.0)})
+    plan.learn(13, {"early": (0.0, 0.0), "late": (0.0, 0.0)})
+    assert plan.budget(15, {"early": 2, "late": 2}) == 0, "what came later stands in"
 
 
 # --- measured time ------------------------------------------------------------------------------

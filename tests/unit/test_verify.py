@@ -472,6 +472,8 @@ def test_redraw_takes_what_the_draft_lacks_and_nothing_else():
     assert torch.bincount(same, minlength=4).tolist() == [3000, 1800, 1200, 0]
     edges = torch.tensor([2.0**-53, 1 - 2.0**-53], dtype=torch.float64)
     assert verify.redraw(p.expand(2, 4), q.expand(2, 4), edges).tolist() == [0, 2]
+    p, q = p.flip(-1), q.flip(-1)  # the first token has nothing left
+    assert verify.redraw(p.expand(2, 4), q.expand(2, 4), edges).tolist() == [1, 3]
 
 
 def test_accepts_is_exact():
