@@ -75,6 +75,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     a.add_argument("--seed", type=int, default=1)
     a.add_argument("--workers", type=int, help="data processes")
     a.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    a.add_argument("--no-graph", action="store_true", help="launch every kernel by itself")
     a.add_argument("--smoke", action="store_true", help="sizes for a minute on a CPU")
     args = a.parse_args(argv)
     if args.smoke:
@@ -91,12 +92,12 @@ class Reader:
     """Hidden states and target rows of [batch, T] tokens, every quantiser on."""
 
     @torch.no_grad()
-    def __init__(self, model: Transformer, memory: SequenceMemory):
+    def __init__(self, model: Transformer, memory: SequenceMemory, graph: bool = True):
         self.model, self.memory = model, memory
         memory.sparse, memory.teach = True, False
         shape = (memory.batch, memory.length)
         self.tokens = torch.zeros(shape, dtype=torch.int64, device=memory.positions.device)
-        self._pass = Recorded(self._read, self.tokens.device, warm=1)
+        self._pass = Recorded(self._read, self.tokens.device, warm=1, graph=graph)
         self.error = self._pass.error
 
     @torch.no_grad()
@@ -249,7 +250,7 @@ class Learner:
         self.count = torch.zeros((), device=device)
         self.set_rate(0.0)
         # The first calls change nothing but momenta, which are then forgotten.
-        self._step = Recorded(self._learn, device)
+        self._step = Recorded(self._learn, device, graph=not args.no_graph)
         self.error = self._step.error
         for head in heads:
             head.optimiser.reset()
@@ -302,7 +303,8 @@ class Run:
         self.args, self.device = args, torch.device(args.device)
         torch.manual_seed(args.seed)
         args.out.mkdir(parents=True, exist_ok=True)
-        self.results: dict[str, object] = {"arguments": {k: str(v) for k, v in vars(args).items()}}
+        given = {k: v for k, v in vars(args).items() if not isinstance(v, Path)}
+        self.results: dict[str, object] = {"arguments": given}
         streams.unpack(args.data)
         checkpoint = open_checkpoint(args.model_dir)
         self.path = checkpoint.path
@@ -351,7 +353,7 @@ class Run:
             memory = SequenceMemory(
                 self.config, args.batch, args.length, self.token_map, self.ops, fused=False
             )
-            reader = Reader(self.model, memory)
+            reader = Reader(self.model, memory, not args.no_graph)
             if reader.error:
                 self.say(f"reading is not recorded: {reader.error}")
             pool = self._read(batches, own, reader)
@@ -372,7 +374,7 @@ class Run:
     def _write(self, batches) -> tuple[list[dict], list[tuple[np.ndarray, np.ndarray]]]:
         args = self.args
         memory = StepMemory(self.config, args.writers, args.length, self.token_map, self.ops)
-        writer = Writer(self.model, memory, args.length)
+        writer = Writer(self.model, memory, args.length, not args.no_graph)
         if writer.error:
             self.say(f"writing is not recorded: {writer.error}")
         prompts = self._prompts()[: args.writers]
@@ -382,21 +384,21 @@ class Run:
         lengths = np.array([len(text["prompt"]) for text in prompts])
         temperatures = np.array([text["temperature"] for text in prompts], np.float32)
         # Half of the writing time at most: without a graph the texts are shorter.
-        tokens, written = writer.write(rows, lengths, temperatures, self.until(0.12))
+        tokens, written = writer.write(rows, lengths, temperatures, self.until(0.16))
         for text, row in zip(prompts, tokens, strict=True):
             text["row"], text["written"] = row, written
         self.say(f"{len(prompts)} evaluation texts, {written} tokens long")
         rng = np.random.default_rng(args.seed)
         own: list[tuple[np.ndarray, np.ndarray]] = []
         for _ in range(args.own):
-            if time.monotonic() > self.until(0.2):
+            if time.monotonic() > self.until(0.24):
                 break
             parts = [next(batches) for _ in range(-(-args.writers // args.batch))]
             rows = np.concatenate([p[0] for p in parts])[: args.writers].astype(np.int64)
             weights = np.concatenate([p[1] for p in parts])[: args.writers]
             lengths, code = cut_prompts(weights, args.length, rng)
             warmth = rng.choice(TEMPERATURES, len(rows)).astype(np.float32)
-            tokens, written = writer.write(rows, lengths, warmth, self.until(0.22))
+            tokens, written = writer.write(rows, lengths, warmth, self.until(0.26))
             first = in_answer(tokens) | code[:, None]
             first &= np.arange(tokens.shape[1]) > lengths[:, None]
             own.append((tokens, may_anchor(first, written)))
@@ -460,7 +462,7 @@ class Run:
             for i in range(0, len(tokens), args.batch):
                 pool.add(tokens[i : i + args.batch], allowed[i : i + args.batch], reader)
         mine = pool.count
-        while pool.count < pool.size and time.monotonic() < self.until(0.32):
+        while pool.count < pool.size and time.monotonic() < self.until(0.36):
             ids, weights = next(batches)
             allowed = may_anchor(weights == 1.0, args.length + 1)
             pool.add(ids.astype(np.int64), allowed, reader)

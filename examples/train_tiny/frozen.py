@@ -45,13 +45,15 @@ class Recorded:
     """A function without arguments: on a GPU recorded once as a graph and then replayed.
 
     All it reads and writes must lie in buffers that never move. Making it calls it ``warm`` times.
-    ``error`` says why there is no graph.
+    ``error`` says why a GPU has no graph.
     """
 
-    def __init__(self, function: Callable[[], None], device: torch.device, warm: int = 3):
+    def __init__(
+        self, function: Callable[[], None], device: torch.device, warm: int = 3, graph: bool = True
+    ):
         self.function, self.error = function, ""
         self.graph: torch.cuda.CUDAGraph | None = None
-        if device.type != "cuda":
+        if device.type != "cuda" or not graph:
             return
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -60,11 +62,11 @@ class Recorded:
                 function()
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
+        recorded = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(recorded):
                 function()
-            self.graph = graph
+            self.graph = recorded
         except Exception as error:  # noqa: BLE001 - a failed capture only costs speed
             torch.cuda.synchronize()
             self.error = f"{type(error).__name__}: {error}"

@@ -116,14 +116,14 @@ class Writer:
     """Continues batches of prompts with one backbone. ``error``: why its step is not recorded."""
 
     @torch.no_grad()
-    def __init__(self, model: Transformer, memory: StepMemory, length: int):
+    def __init__(self, model: Transformer, memory: StepMemory, length: int, graph: bool = True):
         self.model, self.memory, self.length = model, memory, length
         device = memory.positions.device
         self.tokens = torch.zeros(memory.batch, length + 1, dtype=torch.int64, device=device)
         self.prompts = torch.ones(memory.batch, dtype=torch.int64, device=device)
         self.temperatures = torch.zeros(memory.batch, 1, device=device)
         memory.restart()
-        self._step = Recorded(self._advance, device)
+        self._step = Recorded(self._advance, device, graph=graph)
         self.error = self._step.error
 
     @torch.no_grad()
