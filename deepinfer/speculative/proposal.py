@@ -31,7 +31,8 @@ class Verdict:
     accepted: how many of its drafts stand. tokens: these, then one token of the target's own: the
     correction of the first draft that fell, or the bonus behind the last. broken: the row that
     would have given that token was not finite or left nothing to choose; tokens is then the
-    accepted drafts alone, and the request ends.
+    accepted drafts alone, and the request fails, unless one of them ends it (behind the end of a
+    grammar nothing can be chosen, and nothing need be).
     """
 
     accepted: int

@@ -462,6 +462,25 @@ def test_nothing_allowed_is_broken():
                 assert len(verdict.tokens) == 1
 
 
+@pytest.mark.parametrize("rule", verify.RULES)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_behind_the_end_of_a_grammar(rule, temperature):
+    """Ids 1 and 0 (the end) are all that is allowed, then nothing is; drafts of every length go on
+    with junk, right or wrong before it."""
+    x, every = torch.zeros(6, 5), set(range(5))
+    allowed = [{1}, {0}, set(), set(), set(), set()]
+    for drafts in ([], [1], [1, 0], [1, 0, 4], [1, 0, 4, 0, 4], [3], [1, 4], [3, 0, 4], [1, 3, 0]):
+        n = len(drafts)
+        rows = [row(3, 4 + at, temperature, tuple(every - allowed[at])) for at in range(n + 1)]
+        scores = torch.full((n, 5), -40.0).double()
+        scores[range(n), drafts] = 0.0
+        (verdict,) = verify.verify(x[: n + 1], rows, [drafts], scores, rule)
+        stands = next((at for at, y in enumerate(drafts[:2]) if y != at ^ 1), min(n, 2))
+        assert verdict.accepted == stands
+        assert verdict.tokens == (1, 0)[: stands + 1]
+        assert verdict.broken == (stands == 2)
+
+
 def test_redraw_takes_what_the_draft_lacks_and_nothing_else():
     p = torch.tensor([[0.5, 0.3, 0.2, 0.0]], dtype=torch.float64)
     q = torch.tensor([[0.1, 0.5, 0.0, 0.4]], dtype=torch.float64)
