@@ -27,7 +27,7 @@ from tests import plain, t6
 
 PAGE, PAGES = t6.PAGE_TOKENS, 20  # of each slot: up to 80 tokens
 SLOTS, ROLLBACK, WINDOW, BLOCK = 8, 6, 16, 5
-LENGTHS = (1, 2, 6, 16, 17, 22, 23, 44)  # the last position is one less
+LENGTHS = (1, 6, 16, 17, 23, 44)  # the last position is one less
 
 
 class Model:
@@ -129,7 +129,7 @@ def test_context_that_was_never_computed_is_not_read(model):
 
 
 def test_a_block_does_not_depend_on_the_others(both):
-    """Alone, in a batch of eight, in another order and slot: the same bits."""
+    """Alone, in a batch of six, in another order and slot: the same bits."""
     runner = both.runner()
     texts = [prompt(n, n) for n in LENGTHS]
     step(runner, *((s, 0, ids) for s, ids in enumerate(texts)))
@@ -147,7 +147,7 @@ def test_a_block_does_not_depend_on_the_others(both):
             assert torch.equal(together[part][s], moved[part][0])
 
 
-@pytest.mark.parametrize("size", [1, 5, 30])
+@pytest.mark.parametrize("size", [1, 7])
 def test_chunks_of_the_prompt_do_not_show(both, size):
     ids, whole, cut = prompt(45), both.runner(), both.runner()
     step(whole, (0, 0, ids))
@@ -176,7 +176,7 @@ def verified(runner, ids, start, accepts):
 ACCEPTS = (0, 0, 3, 5, 1, 2, 0, 4, 5, 5, 0, 1, 1, 3, 2, 0)
 
 
-@pytest.mark.parametrize("start", [1, 6, 7, 8])
+@pytest.mark.parametrize("start", [1, 6, 7])
 @pytest.mark.parametrize("ratio", [2, 4])
 def test_rejected_rows_leave_no_trace(tmp_path, ratio, start):
     """DI-09 (b): windows, open groups, n-grams, entries and context keys, at every phase."""
