@@ -20,7 +20,7 @@ from deepinfer.model.memory import Ops
 
 # Index scores held at once: rows x entries; on an accelerator, where calls are dear, more.
 _SCORES = 1 << 18
-_DEVICE_SCORES = 1 << 22
+_DEVICE_SCORES = 1 << 25
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ _BITS = 23
 _EXPONENT = 0x7FF << 52
 # Float64 block sums held at once (bytes); rows are processed in slices to stay below it.
 _LIMIT = 16 << 20
-_DEVICE_LIMIT = 1 << 30
+_DEVICE_LIMIT = 2 << 30
 
 
 def power_below(x: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ _WEIGHT_BITS = 25
 # Gathered float64 keys held at once (bytes): small enough to stay in a processor's cache; on an
 # accelerator, where every call costs some microseconds, as much as is easily spared.
 _LIMIT = 8 << 20
-_DEVICE_LIMIT = 1 << 30
+_DEVICE_LIMIT = 2 << 30
 
 
 def pool(v: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
