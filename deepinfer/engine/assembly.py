@@ -112,16 +112,13 @@ def assemble(settings: Settings, warn: Callable[[str], object]) -> Parts:
     ops = registry.build(device, overrides, keep_weights=keep)
     rule = ReplayRule.of(config, settings.replay_mode, settings.swa_keep)
     sizes, warnings = plan_sizes(settings, config, free)
+    identity = b""
+    if settings.prefix_cache_dir is not None:  # only what outlives the process meets other state
+        numerics = (device, *registry.explain(device, overrides))
+        identity = _identity(checkpoint, config.dtype, token_map, rule, sizes, numerics)
     reuse = Reuse(
         enabled=settings.prefix_cache,
-        identity=_identity(
-            checkpoint,
-            config.dtype,
-            token_map,
-            rule,
-            sizes,
-            (device, *registry.explain(device, overrides)),
-        ),  # fmt: skip
+        identity=identity,
         context=max(0, config.engram_max_ngram_size - 1),
         replay=settings.encoder_replay,
     )

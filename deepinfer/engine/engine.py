@@ -203,8 +203,7 @@ class LLM:
         """Drop the model and its memory. Twice is harmless; other calls then raise UsageError."""
         for answer, call in list(self._running.values()):
             self._finish(answer, call, FinishReason.ABORT)
-        if self.parts is not None:
-            self._persist()
+        self._persist()
         self.parts = None
 
     def __enter__(self) -> LLM:
@@ -257,8 +256,7 @@ class LLM:
         for answer in call.answers:
             if answer.result is None:
                 self._finish(answer, call, FinishReason.ABORT)
-        if self.parts is not None:
-            self._persist()
+        self._persist()
 
     def _finish(
         self,
@@ -301,7 +299,9 @@ class LLM:
         self._persist()
 
     def _persist(self) -> None:
-        """Write the pages that became complete to the durable tier."""
+        """Write the pages that became complete to the durable tier, unless this is closed."""
+        if self.parts is None:
+            return
         self._move(self._prefix.completed(), self._prefix.persist)
 
     def _move(self, pages: Sequence[tuple[Key, int]], store: Callable[[Key, bytes], None]) -> None:

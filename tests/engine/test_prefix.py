@@ -16,20 +16,11 @@ import torch
 from deepinfer import LLM, SamplingParams
 from tests import t6
 from tests.engine.fakes import idle
+from tests.t6 import prompt
 
 ROOT = Path(__file__).parents[2]
 PAGE, WINDOW = t6.PAGE_TOKENS, 16
 SMALL = dict(page_tokens=PAGE, max_num_seqs=6, accelerator="cpu", swa_keep=t6.KEEP)
-
-
-@pytest.fixture(scope="module", params=["float", "quantised"])
-def folder(request, tmp_path_factory):
-    path = tmp_path_factory.mktemp("t6") / request.param
-    return t6.write(path, quantised=request.param == "quantised")
-
-
-def prompt(length: int, start: int = 1) -> list[int]:
-    return [11 + (start * 13 + at * at * 3) % 256 for at in range(length)]
 
 
 def params(**more) -> SamplingParams:

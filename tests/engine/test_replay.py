@@ -11,22 +11,13 @@ from deepinfer import LLM, SamplingParams
 from deepinfer.errors import UsageError
 from deepinfer.model import cost
 from tests import plain, t6
+from tests.t6 import prompt
 
 WINDOW = 16
 SMALL = dict(
     page_tokens=t6.PAGE_TOKENS, max_num_seqs=6, accelerator="cpu", prefix_cache=False,
     swa_keep=t6.KEEP,
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module", params=["float", "quantised"])
-def folder(request, tmp_path_factory):
-    path = tmp_path_factory.mktemp("t6") / request.param
-    return t6.write(path, quantised=request.param == "quantised")
-
-
-def prompt(length: int, start: int = 1) -> list[int]:
-    return [11 + (start * 13 + at * at * 3) % 256 for at in range(length)]
 
 
 def params(**more) -> SamplingParams:
