@@ -6,12 +6,12 @@ plans, models or the command line; matplotlib is imported when a picture is draw
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from deepinfer.report import heatmap
+from deepinfer.report.figures import GREY, new_figure, save_figure
 from deepinfer.report.replay import STATES, views
 from deepinfer.report.tables import bars, unit_of
 
@@ -21,8 +21,7 @@ __all__ = ["write"]
 COLOURS = {"computed": "#0B4F8A", "keys_only": "#E69F00", "read": "#9FD0EC", "skipped": "#F1F1F1"}
 # Okabe and Ito's palette, in the order of the components.
 PALETTE = ("#0072B2", "#56B4E9", "#F0E442", "#009E73", "#D55E00", "#CC79A7", "#999999", "#000000")
-GREY, RED = "#555555", "#B3261E"
-_DPI = 150
+RED = "#B3261E"
 _BINS = 48
 
 
@@ -47,7 +46,7 @@ def _heat_map(document: Mapping[str, Any], view: Mapping[str, Any], base: Path) 
     cells = [
         [STATES.index(heatmap.state_of(layer, tokens - far)) for far, _ in bins] for layer in layers
     ]
-    figure, (map_axes, work) = _figure(
+    figure, (map_axes, work) = new_figure(
         (11, 1.9 + max(0.13 * len(layers), 1.6)), ncols=2, sharey=True,
         gridspec_kw={"width_ratios": [3.2, 1]},
     )  # fmt: skip
@@ -85,7 +84,7 @@ def _heat_map(document: Mapping[str, Any], view: Mapping[str, Any], base: Path) 
         for layer in layers for far, near in bins
     )  # fmt: skip
     head = ("layer", "role", "token_from", "token_to", "state", "layer_flops_full", "layer_flops")
-    return _saved(figure, base, head, table)
+    return save_figure(figure, base, head, table)
 
 
 def _marks(
@@ -124,7 +123,7 @@ def _flops(document: Mapping[str, Any], base: Path) -> list[Path]:
     names = list(shown[0][1])
     longest = max(sum(parts.values()) for _, parts, _ in shown)
     size, unit = unit_of(longest)
-    figure, axes = _figure((10, 1.9 + 0.55 * len(shown)))
+    figure, axes = new_figure((10, 1.9 + 0.55 * len(shown)))
     for row, (_, parts, saved) in enumerate(shown):
         left = 0.0
         for colour, name in zip(PALETTE, names, strict=False):
@@ -144,12 +143,12 @@ def _flops(document: Mapping[str, Any], base: Path) -> list[Path]:
                   handlelength=1.2, columnspacing=1.2)  # fmt: skip
     figure.suptitle(_title(document, "FLOPs by component"))
     table = ((bar, name, parts.get(name, 0)) for bar, parts, _ in shown for name in names)
-    return _saved(figure, base, ("bar", "component", "flops"), table)
+    return save_figure(figure, base, ("bar", "component", "flops"), table)
 
 
 def _drift(document: Mapping[str, Any], base: Path) -> list[Path]:
     rows = document["drift"]
-    figure, panels = _figure((8, 5), nrows=2, sharex=True)
+    figure, panels = new_figure((8, 5), nrows=2, sharex=True)
     keeps = [str(row["keep"]) for row in rows]
     chosen = keeps.index(str(document["keep"])) if str(document["keep"]) in keeps else None
     for axes, key, name, colour in zip(
@@ -182,33 +181,10 @@ def _drift(document: Mapping[str, Any], base: Path) -> list[Path]:
     panels[-1].set_xlabel("keep (tokens at the end that run through every layer)")
     figure.suptitle(_title({**document, "source": "measured"}, "drift against the uncut prompt"))
     head = ("keep", "max_abs_dlogit", "kl", "top1_agreement")
-    return _saved(figure, base, head, (tuple(row[key] for key in head) for row in rows))
+    return save_figure(figure, base, head, (tuple(row[key] for key in head) for row in rows))
 
 
 def _title(document: Mapping[str, Any], what: str) -> str:
     """The first line of every picture: whose numbers, and whether anything ran."""
     name, tokens = document["model"]["name"], document["prompt_tokens"]
     return f"{name}, {tokens:,}-token prompt: {what} ({document['source']})"
-
-
-def _figure(size: tuple[float, float], **grid: Any) -> tuple[Any, Any]:
-    """A figure without a window system, so that drawing works anywhere."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(**grid)
-    for one in figure.axes:
-        one.spines[["top", "right"]].set_visible(False)
-    return figure, axes
-
-
-def _saved(
-    figure: Any, base: Path, head: Sequence[str], rows: Iterable[Sequence[Any]]
-) -> list[Path]:
-    picture, table = base.with_suffix(".png"), base.with_suffix(".csv")
-    figure.savefig(picture, dpi=_DPI)
-    with table.open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file, lineterminator="\n").writerows([head, *rows])
-    return [picture, table]

@@ -1,0 +1,185 @@
+"""What a trace adds up to: accepted length, acceptance by position, how true the confidences were.
+
+A `Trace` comes in, plain numbers for a JSON document go out; and the calibration that its raw
+logits call for. Counting is that of serving semantics §8. It must not know models, views or files.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from deepinfer.errors import UsageError
+from deepinfer.speculative.proposal import Counts
+from deepinfer.speculative.schedule import confidences, survivals
+from deepinfer.speculative.trace import Trace, TraceStep
+
+if TYPE_CHECKING:
+    import numpy as np
+
+BINS = 15  # of equal width, as in `calibration.Quality`
+LEAST = 100  # outcomes that a temperature is fitted to, at least
+
+
+def summary(trace: Trace) -> dict[str, Any]:
+    """The `summary` of `spec-trace --json`.
+
+    tokens: committed by the traced steps; the first token of an answer comes with its prompt and is
+    not among them. histogram: steps by tokens committed, from 0. by_position: of the drafts there
+    `acceptance` is accepted / drafted, `observed` is stood / verified and `predicted` the mean
+    survival of the verified ones. saved_passes: steps that plain decoding would have run besides.
+    ece, brier, auroc: of the survivals of all verified drafts, None where nothing was verified.
+    """
+    steps = trace.steps
+    counts = Counts(
+        steps=len(steps),
+        drafted=sum(len(step.draft_ids) for step in steps),
+        verified=sum(step.verified for step in steps),
+        accepted=sum(step.accepted for step in steps),
+        discarded=sum(step.discarded for step in steps),
+        committed=sum(step.committed for step in steps),
+    )
+    by_tokens = Counter(step.committed for step in steps)
+    found = outcomes(steps)
+    everything = [pair for pairs in found for pair in pairs]
+    return {
+        "steps": counts.steps,
+        "tokens": counts.committed,
+        "accepted_length": counts.accepted_length,
+        "acceptance_rate": counts.acceptance_rate,
+        "drafted": counts.drafted,
+        "verified": counts.verified,
+        "accepted": counts.accepted,
+        "discarded": counts.discarded,
+        "by_position": [_position(steps, at, pairs) for at, pairs in enumerate(found)],
+        "histogram": [by_tokens[tokens] for tokens in range(max(by_tokens, default=0) + 1)],
+        **_quality(everything),
+        "outcomes": len(everything),
+        "saved_passes": counts.committed - counts.steps,
+        "lossless": trace.header.get("lossless"),
+    }
+
+
+def outcomes(steps: Sequence[TraceStep]) -> list[list[tuple[float, bool]]]:
+    """By draft position: predicted survival, and whether the draft and all before it stood, of
+    each draft that was verified. The others' fate is not known."""
+    most = max((len(step.draft_ids) for step in steps), default=0)
+    return [
+        [(step.survival[at], step.stood > at) for step in steps if step.verified > at]
+        for at in range(most)
+    ]
+
+
+def reliability(pairs: Sequence[tuple[float, bool]]) -> list[dict[str, float]]:
+    """Bins of equal width that have drafts: low, high, count, predicted and observed mean."""
+    out = []
+    for at in range(BINS):
+        inside = [pair for pair in pairs if min(int(pair[0] * BINS), BINS - 1) == at]
+        if inside:
+            out.append(
+                {
+                    "low": at / BINS,
+                    "high": (at + 1) / BINS,
+                    "count": len(inside),
+                    "predicted": sum(survival for survival, _ in inside) / len(inside),
+                    "observed": sum(stood for _, stood in inside) / len(inside),
+                }
+            )
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Temperatures by position; outcomes and calibration error of the survivals at each, with the
+    confidences of the trace and with the new ones, and the errors over all positions."""
+
+    temperatures: tuple[float, ...]
+    counts: tuple[int, ...]
+    before: tuple[float, ...]
+    after: tuple[float, ...]
+    ece: tuple[float, float]
+
+
+def calibrate(trace: Trace) -> Calibration:
+    """Fit temperatures to the raw logits of a trace, one for each of the `mtp` drafts.
+
+    Raises UsageError where a position has fewer than 100 verified drafts.
+    """
+    from deepinfer.speculative.calibration import fit
+
+    steps = trace.steps
+    found = outcomes(steps)
+    counts = [len(pairs) for pairs in found] + [0] * (trace.header["speculation"]["mtp"])
+    counts = counts[: trace.header["speculation"]["mtp"]]
+    few = next((at for at, count in enumerate(counts) if count < LEAST), None)
+    if few is not None or not counts:
+        at = few or 0
+        raise UsageError(
+            "calibration-too-few", "too few drafts were verified to fit temperatures",
+            [f"draft {at + 1} was verified {counts[at] if counts else 0} times, "
+             f"{LEAST} are needed at each position"],
+            "more prompts (-f PROMPTS.jsonl), more tokens (-n 1024), or --no-mtp-varlen",
+        )  # fmt: skip
+    temperatures = fit(*_arrays(steps, len(counts)))
+    cooled = [_survivals(step, temperatures) for step in steps]
+    new = [
+        [(cooled[i][at], step.stood > at) for i, step in enumerate(steps) if step.verified > at]
+        for at in range(len(counts))
+    ]
+    return Calibration(
+        temperatures,
+        tuple(counts),
+        tuple(_quality(pairs)["ece"] for pairs in found[: len(counts)]),
+        tuple(_quality(pairs)["ece"] for pairs in new),
+        (
+            _quality([pair for pairs in found for pair in pairs])["ece"],
+            _quality([pair for pairs in new for pair in pairs])["ece"],
+        ),
+    )
+
+
+def _arrays(steps: Sequence[TraceStep], drafts: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Raw logits [steps, drafts] (not a number where there was no draft), verified, stood."""
+    import numpy as np
+
+    logits = np.full((len(steps), drafts), np.nan)
+    for row, step in zip(logits, steps, strict=True):
+        row[: len(step.logits)] = step.logits
+    verified = np.array([step.verified for step in steps])
+    return logits, verified, np.array([step.stood for step in steps])
+
+
+def _survivals(step: TraceStep, temperatures: tuple[float, ...]) -> tuple[float, ...]:
+    return survivals(confidences(step.logits, temperatures[: len(step.logits)]))
+
+
+def _position(
+    steps: Sequence[TraceStep], at: int, pairs: Sequence[tuple[float, bool]]
+) -> dict[str, Any]:
+    drafted = sum(len(step.draft_ids) > at for step in steps)
+    accepted = sum(step.accepted > at for step in steps)
+    return {
+        "position": at + 1,
+        "drafted": drafted,
+        "verified": len(pairs),
+        "accepted": accepted,
+        "acceptance": accepted / drafted,
+        "predicted": sum(survival for survival, _ in pairs) / len(pairs) if pairs else None,
+        "observed": sum(stood for _, stood in pairs) / len(pairs) if pairs else None,
+        **_quality(pairs),
+    }
+
+
+def _quality(pairs: Sequence[tuple[float, bool]]) -> dict[str, float | None]:
+    """ece, brier and auroc of predictions; None for all of nothing."""
+    if not pairs:
+        return {"ece": None, "brier": None, "auroc": None}
+    import numpy as np
+
+    from deepinfer.speculative.calibration import quality
+
+    predicted, stood = zip(*pairs, strict=True)
+    found = quality(np.array(predicted), np.array(stood, dtype=float))
+    return {"ece": found.ece, "brier": found.brier, "auroc": found.auroc}

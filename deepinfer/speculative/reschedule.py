@@ -1,0 +1,136 @@
+"""What confidence would have had verified on another machine: a trace under another time curve.
+
+The steps of a trace and a curve come in; for each step its budget, the split and what both choices
+are expected to give go out. It must not know models, texts or views.
+
+The drafts and confidences are those of the trace. A different choice would have changed how many
+tokens a step commits, and so where the next begins: what is shown is each step's choice by itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from deepinfer.errors import UsageError
+from deepinfer.speculative import timing
+from deepinfer.speculative.schedule import Schedule, Time, split
+from deepinfer.speculative.trace import TraceStep
+
+_LONGEST = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Seconds of a step by rows and requests, and the part of them that means nothing."""
+
+    name: str
+    time: Time
+    noise: float
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One step. budget, splits: the other curve's; splits by request. tokens, ms: expected of the
+    choice that was made and of the other one, both at the other curve and by the survivals."""
+
+    step: int
+    budget: int
+    splits: Mapping[int, int]
+    tokens: tuple[float, float]
+    ms: tuple[float, float]
+
+
+def reschedule(steps: Sequence[TraceStep], curve: Curve) -> list[Choice]:
+    """The choices of `Schedule` for the steps of a trace, one per step with drafts.
+
+    What a step verifies was drafted in the step before it, so that is when it was learned.
+    """
+    schedule = Schedule(curve.time)
+    out = []
+    for number, together in groupby(sorted(steps, key=lambda s: s.step), key=lambda s: s.step):
+        drafted = sorted((s for s in together if s.draft_ids), key=lambda s: s.seq)
+        if not drafted:
+            continue
+        requests = drafted[0].requests
+        values = [step.survival for step in drafted]
+        schedule.learn(number - 1, {step.seq: step.survival for step in drafted})
+        counts = {step.seq: len(step.draft_ids) for step in drafted}
+        budget = schedule.budget(number, counts, curve.noise, drafted[0].limit)
+        shares = [
+            min(share, step.useful)
+            for share, step in zip(split(values, budget), drafted, strict=True)
+        ]
+        both = ([step.verified for step in drafted], shares)
+        tokens = [
+            requests + sum(sum(some[:n]) for some, n in zip(values, chosen, strict=True))
+            for chosen in both
+        ]
+        ms = [curve.time(requests + sum(chosen), requests) * 1e3 for chosen in both]
+        splits = {step.seq: share for step, share in zip(drafted, shares, strict=True)}
+        out.append(Choice(number, budget, splits, (tokens[0], tokens[1]), (ms[0], ms[1])))
+    return out
+
+
+def totals(choices: Sequence[Choice], curve: Curve) -> dict[str, Any]:
+    """Mean verified drafts of a step and expected tokens a second of the choice that was made,
+    and with `replayed_` before it of the other curve's. None without steps."""
+    out: dict[str, Any] = {"curve": curve.name, "steps": len(choices)}
+    for which, name in enumerate(("", "replayed_")):
+        tokens = sum(choice.tokens[which] for choice in choices)
+        ms = sum(choice.ms[which] for choice in choices)
+        out[f"{name}tokens_per_step"] = tokens / len(choices) if choices else None
+        out[f"{name}tokens_per_s"] = tokens / ms * 1e3 if ms else None
+    out["replayed_verified_per_step"] = (
+        sum(sum(choice.splits.values()) for choice in choices) / len(choices) if choices else None
+    )
+    return out
+
+
+def load(path: Path) -> Curve:
+    """A curve from a file: step times as `StepTimes.save` writes them, or {"rows": ms, ...}.
+
+    Raises UsageError.
+    """
+    try:
+        document = json.loads(path.read_bytes().decode("utf-8"))
+    except OSError as problem:
+        raise _refused(f"{path} cannot be read", problem.strerror or str(problem)) from None
+    except (ValueError, RecursionError):
+        raise _refused(f"{path.name} is not JSON") from None
+    times = timing.StepTimes()
+    try:
+        if document.get("schema") == timing.SCHEMA:
+            for name in ("target", "rest"):
+                _fill(getattr(times, name), document[name], 1.0)
+        elif "schema" in document:
+            raise ValueError(f"schema {str(document['schema'])[:60]}")
+        else:
+            _fill(times.target, {rows: [ms] for rows, ms in document.items()}, 1e-3)
+    except (AttributeError, KeyError, TypeError, ValueError) as problem:
+        why = " ".join(str(problem).split())[:120]
+        raise _refused(f"{path.name} is not a time curve", why) from None
+    if not times.target.samples:
+        raise _refused(f"{path.name} has no times")
+    return Curve(path.name, times, times.noise)
+
+
+def _fill(curve: timing.Curve, samples: Mapping[str, Sequence[float]], unit: float) -> None:
+    """Raises ValueError or TypeError for what is no count or no duration."""
+    for rows, some in samples.items():
+        for value in some:
+            if int(rows) < 1 or isinstance(value, bool) or not 0 <= value < _LONGEST:
+                raise ValueError(f"{str(rows)[:20]}: {str(value)[:20]}")
+            curve.observe(int(rows), value * unit)
+
+
+def _refused(message: str, *facts: str) -> UsageError:
+    return UsageError(
+        "curve-invalid", message,
+        [*facts, "from --replay-curve", f"accepted: a {timing.SCHEMA} file, or rows to ms"],
+        'a file such as {"1": 20, "6": 24, "64": 60}',
+    )  # fmt: skip
