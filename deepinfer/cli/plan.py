@@ -28,8 +28,14 @@ def print_plan(output: Output, settings: Settings, text: str, params: SamplingPa
     """Print the plan and return 0; raises what the run would raise before its first step."""
     from deepinfer.checkpoint.layout import open_checkpoint
     from deepinfer.device.detect import TORCH_DEVICE, find, pick
-    from deepinfer.engine.assembly import embedded_model, plan_sizes, plan_weights, uncut
-    from deepinfer.kvcache.pools import bytes_per_slot, bytes_per_token, bytes_per_window_page
+    from deepinfer.engine.assembly import (
+        embedded_model,
+        plan_sizes,
+        plan_weights,
+        slot_size,
+        uncut,
+    )  # fmt: skip
+    from deepinfer.kvcache.pools import bytes_per_token, bytes_per_window_page
     from deepinfer.ops import registry
     from deepinfer.replay import ReplayRule
     from deepinfer.report.records import document
@@ -52,14 +58,15 @@ def print_plan(output: Output, settings: Settings, text: str, params: SamplingPa
     memory = found.cpu.free_bytes
     if accelerator != "cpu":
         memory = next((d.memory_bytes for d in found.devices if d.memory_bytes), memory)
-    free, _ = plan_weights(checkpoint, memory or 4 << 30)
+    free, _ = plan_weights(checkpoint, memory or 4 << 30, settings.mtp > 0)
     sizes, warnings = plan_sizes(settings, config, free)
     for line in (*checkpoint.warnings, *warnings, *uncut(settings, config)):
         output.warn(line)
     request = _request(checkpoint, tokenizer, sizes, text, params)
     rule = ReplayRule.of(config, settings.replay_mode, settings.swa_keep)
     window_page = bytes_per_window_page(config, sizes.page_tokens, rule.stateful)
-    state = bytes_per_slot(config) + bytes_per_token(config) * request.need
+    slot_bytes = slot_size(settings, config)
+    state = slot_bytes + bytes_per_token(config) * request.need
     plan: dict[str, Any] = {
         "model": Path(folder).name if settings.model_dir else "embedded",
         "accelerator": accelerator,
@@ -69,7 +76,7 @@ def print_plan(output: Output, settings: Settings, text: str, params: SamplingPa
         "weight_bytes": checkpoint.weight_bytes,
         "state_bytes": int(state),
         "pool_bytes": int(
-            sizes.slots * bytes_per_slot(config)
+            sizes.slots * slot_bytes
             + sizes.pages * sizes.page_tokens * bytes_per_token(config)
             + sizes.window_pages * window_page
         ),

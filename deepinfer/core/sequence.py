@@ -22,7 +22,8 @@ class Sequence:
 
     order: arrival number, small is old. full: run every layer on every row, from token 0. tokens:
     prompt and generated ids. computed: how many of them are in memory. slot, pages: what it owns
-    while running, None and [] otherwise. preemptions: how often it lost them. counts: of generated
+    while running, None and [] otherwise. drafts: guesses of what follows its tokens, to be verified
+    in the next step. preemptions: how often it lost them. counts: of generated
     ids, kept only where penalties need them.
     replay: how its prompt is computed. names: of its whole pages (`kvcache.prefix`), the first
     `named` of which others can find. windows: page of the sequence -> window page being filled.
@@ -37,6 +38,7 @@ class Sequence:
     computed: int = 0
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
+    drafts: tuple[int, ...] = ()
     preemptions: int = 0
     counts: Counter[int] = field(default_factory=Counter)
     replay: ReplayPlan | None = None
@@ -56,6 +58,11 @@ class Sequence:
     @property
     def generated(self) -> int:
         return len(self.tokens) - len(self.request.prompt_ids)
+
+    @property
+    def missing(self) -> int:
+        """Tokens still to be generated, at most."""
+        return self.request.max_new - self.generated
 
     @property
     def pending(self) -> int:

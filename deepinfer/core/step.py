@@ -32,6 +32,7 @@ class Chunk:
     restore: window pages that hold the rows just before ``start``, which fill the slot first;
     context: the token ids just before ``start`` that its n-grams reach back to. Both are for the
         first chunk of a sequence that does not start at 0.
+    drafts: how many of the LAST tokens are guesses, which may be taken back.
     """
 
     slot: int
@@ -43,11 +44,17 @@ class Chunk:
     windows: tuple[tuple[int, int], ...] = ()
     restore: tuple[int, ...] = ()
     context: tuple[int, ...] = ()
+    drafts: int = 0
 
     @property
     def end(self) -> int:
         """Tokens in memory once the chunk has run."""
         return self.start + len(self.token_ids)
+
+    @property
+    def certain(self) -> int:
+        """Tokens in memory that no verdict can take back."""
+        return self.end - self.drafts
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,8 @@ steps, memory or its neighbours.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,6 +25,7 @@ from deepinfer.core.step import Chunk, TokenDelta
 from deepinfer.engine.assembly import Parts
 from deepinfer.errors import DeepinferError
 from deepinfer.sampling.logits import Row
+from deepinfer.speculative.proposal import Counts
 from deepinfer.tokenizer.tokenizer import StopText
 
 
@@ -32,7 +35,8 @@ class Answer:
 
     highest: tokens that were in memory at some time, the first `cached` of them from a prefix hit;
     replayed: rows run again to refill windows after it; recomputed: other rows run again.
-    keep_rows: collect the logits of every row in `kept`. Times are clock readings in seconds.
+    keep_rows: collect the logits of every row in `kept`. counts: of its drafts. Times are clock
+    readings in seconds.
     """
 
     sequence: Generation
@@ -50,6 +54,7 @@ class Answer:
     cached: int = 0
     replayed: int = 0
     recomputed: int = 0
+    counts: Counts = field(default_factory=Counts)
     result: Completion | None = None
 
     def __post_init__(self) -> None:
@@ -83,32 +88,41 @@ class Answer:
         if plan is not None:
             if not self.highest:
                 self.highest = self.cached = plan.cached
-            self.replayed += max(min(chunk.end, plan.cached) - start, 0)
-            start = min(max(start, plan.cached), chunk.end)
-        self.recomputed += min(chunk.end, self.highest) - min(start, self.highest)
-        self.highest = max(self.highest, chunk.end)
+            self.replayed += max(min(chunk.certain, plan.cached) - start, 0)
+            start = min(max(start, plan.cached), chunk.certain)
+        self.recomputed += min(chunk.certain, self.highest) - min(start, self.highest)
+        self.highest = max(self.highest, chunk.certain)
         if self.keep_rows:
             if chunk.start == 0:
                 self.kept.clear()
             self.kept.append(rows.to("cpu", torch.float32))
 
-    def row(self) -> Row:
-        """What the sampler must know to choose the next token."""
+    def row(self, drafts: Sequence[int] = ()) -> Row:
+        """What the sampler must know to choose the token behind the newest one and `drafts`."""
         sequence, request = self.sequence, self.sequence.request
         params = request.params
         forbidden: tuple[int, ...] = ()
-        if sequence.generated < params.min_tokens:
+        if sequence.generated + len(drafts) < params.min_tokens:
             forbidden = params.stop_token_ids
             if not params.ignore_eos:
                 forbidden += self.parts.eos_ids
+        counts = sequence.counts
+        if drafts and params.penalised:
+            counts = counts + Counter(drafts)
         return Row(
             params=params,
             seed=request.seed,
-            position=len(sequence.tokens),
+            position=len(sequence.tokens) + len(drafts),
             forbidden=forbidden,
             seen=request.prompt_ids if params.repetition_penalty != 1 else (),
-            counts=sequence.counts,
+            counts=counts,
         )
+
+    def ends(self, token: int) -> bool:
+        """Would this token be the last one?"""
+        params = self.sequence.request.params
+        ended = not params.ignore_eos and token in self.parts.eos_ids
+        return ended or token in params.stop_token_ids
 
     def take(
         self, token: int, logprob: TokenLogprob | None, now: float
@@ -120,8 +134,7 @@ class Answer:
             self.first = now
         if logprob is not None:
             self.logprobs.append(logprob)
-        ends = not params.ignore_eos and token in self.parts.eos_ids
-        if ends or token in params.stop_token_ids:
+        if self.ends(token):
             return "", FinishReason.STOP
         text = self.text.push(token, may_stop=sequence.generated >= params.min_tokens)
         self.pieces.append(text)
@@ -158,6 +171,7 @@ class Answer:
             batch_invariant=self.parts.batch_invariant,
             settings=self.parts.settings,
             replay=self._replay,
+            speculation=self.counts.as_json() if self.parts.drafting else None,
             logprobs=None if params.logprobs is None else tuple(self.logprobs),
             prompt_logprobs=(
                 None if params.prompt_logprobs is None else tuple(self.prompt_logprobs)
@@ -167,14 +181,14 @@ class Answer:
         return text
 
     def delta(
-        self, ids: tuple[int, ...] = (), text: str = "", logprob: TokenLogprob | None = None
+        self, ids: tuple[int, ...] = (), text: str = "", logprobs: tuple[TokenLogprob, ...] = ()
     ) -> TokenDelta:
         """The next stream event; it carries the result once there is one."""
         request = self.sequence.request
-        logprobs = None
-        if request.params.logprobs is not None:
-            logprobs = () if logprob is None else (logprob,)
-        return TokenDelta(request.index, request.sample, ids, text, logprobs, self.result)
+        asked = request.params.logprobs is not None
+        return TokenDelta(
+            request.index, request.sample, ids, text, logprobs if asked else None, self.result
+        )
 
     def _since(self, moment: float | None) -> float | None:
         """Milliseconds from submission to `moment`."""

@@ -17,24 +17,33 @@ from deepinfer.core.step import StepPlan
 from deepinfer.errors import CapacityError, CheckpointError, UsageError
 from deepinfer.kvcache.prefix import Reuse, Tier
 from deepinfer.replay.plan import ReplayRule
+from deepinfer.speculative.calibration import read_temperatures
+from deepinfer.speculative.schedule import DraftRules
+from deepinfer.speculative.timing import StepTimes
 from deepinfer.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import torch
 
     from deepinfer.checkpoint.layout import Checkpoint
+    from deepinfer.kvcache.draft import DraftRequest
     from deepinfer.model.config import ModelConfig
     from deepinfer.settings import Settings
+    from deepinfer.speculative.drafter import Block
 
 EMBEDDED = Path(__file__).parents[1] / "embedded"
 _SHARE = 4  # the state of requests may fill one part in so many of the free memory
 _HOST_SHARE = 8  # and pages that the device lost, one in so many of the host's
 
 
+def _nothing() -> None: ...
+
+
 class Runs(Protocol):
     """What the engine needs of a runner: `engine.runner.Runner`, or a scripted one in tests."""
 
     def forward(self, plan: StepPlan) -> torch.Tensor: ...
+    def draft_block(self, requests: Sequence[DraftRequest]) -> Block: ...
     def read(self, kind: str, pages: Sequence[int]) -> list[bytes]: ...
 
 
@@ -54,7 +63,8 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Parts:
-    """Everything the loop works with. `tokenizer` None: the checkpoint takes token ids only."""
+    """Everything the loop works with. `tokenizer` None: the checkpoint takes token ids only;
+    `drafting` None: no speculation. `keep_times` stores `times` for the next run."""
 
     runner: Runs
     tokenizer: Tokenizer | None
@@ -65,6 +75,9 @@ class Parts:
     reuse: Reuse = Reuse(enabled=False)
     tiers: tuple[Tier, ...] = ()
     durable: Tier | None = None
+    drafting: DraftRules | None = None
+    times: StepTimes = field(default_factory=StepTimes)
+    keep_times: Callable[[], None] = _nothing
     batch_invariant: bool = False
     settings: Mapping[str, object] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
@@ -107,14 +120,15 @@ def assemble(settings: Settings, warn: Callable[[str], object]) -> Parts:
     if checkpoint.tokenizer_file:
         tokenizer = Tokenizer(checkpoint.tokenizer_file, config.bos_token_id, config.vocab_size)
     token_map = _token_map(checkpoint)
-    free, keep = plan_weights(checkpoint, _free_bytes(device))
+    free, keep = plan_weights(checkpoint, _free_bytes(device), settings.mtp > 0)
     overrides = [f"{op}={name}" for op, name in settings.backend.items()]
     ops = registry.build(device, overrides, keep_weights=keep)
     rule = ReplayRule.of(config, settings.replay_mode, settings.swa_keep)
     sizes, warnings = plan_sizes(settings, config, free)
+    drafting = _drafting(settings, checkpoint)
     identity = b""
+    numerics = (device, *registry.explain(device, overrides))
     if settings.prefix_cache_dir is not None:  # only what outlives the process meets other state
-        numerics = (device, *registry.explain(device, overrides))
         identity = _identity(checkpoint, config.dtype, token_map, rule, sizes, numerics)
     reuse = Reuse(
         enabled=settings.prefix_cache,
@@ -123,7 +137,8 @@ def assemble(settings: Settings, warn: Callable[[str], object]) -> Parts:
         replay=settings.encoder_replay,
     )
     tiers, durable = _tiers(settings, reuse, warn)
-    weights = load_weights(checkpoint, device, draft=False)
+    times, keep_times = _step_times(settings, checkpoint, numerics, warn)
+    weights = load_weights(checkpoint, device, draft=drafting is not None)
     runner = Runner(
         config,
         weights,
@@ -133,6 +148,8 @@ def assemble(settings: Settings, warn: Callable[[str], object]) -> Parts:
         page_tokens=sizes.page_tokens,
         device=device,
         token_map=token_map,
+        rollback=settings.max_rollback if drafting else 0,
+        draft=drafting is not None,
         stateful=rule.stateful,
         window_pages=sizes.window_pages,
     )
@@ -146,6 +163,9 @@ def assemble(settings: Settings, warn: Callable[[str], object]) -> Parts:
         reuse=reuse,
         tiers=tiers,
         durable=durable,
+        drafting=drafting,
+        times=times,
+        keep_times=keep_times,
         batch_invariant=settings.batch_invariant,
         settings=settings.as_json(),
         warnings=(
@@ -162,6 +182,43 @@ def uncut(settings: Settings, config: ModelConfig) -> tuple[str, ...]:
         "truncation is off, every layer runs on every prompt token: "
         + "; ".join(config.cut_obstacles),
     )
+
+
+def _drafting(settings: Settings, checkpoint: Checkpoint) -> DraftRules | None:
+    """How to draft; temperatures nobody chose are those fitted for the checkpoint, if any."""
+    config = checkpoint.config
+    if settings.mtp == 0 or not config.stages:
+        return None
+    temperatures = settings.mtp_temperature
+    if not settings.values["mtp_temperature"].chosen:
+        temperatures = read_temperatures(checkpoint.path, config.dspark_block_size) or temperatures
+    return DraftRules(
+        length=settings.mtp,
+        verify=settings.verify,
+        varlen=settings.mtp_varlen,
+        threshold=settings.mtp_threshold,
+        temperatures=temperatures,
+    )
+
+
+def _step_times(
+    settings: Settings,
+    checkpoint: Checkpoint,
+    numerics: Sequence[object],
+    warn: Callable[[str], object],
+) -> tuple[StepTimes, Callable[[], None]]:
+    """Times of earlier runs of this model on this device, and what stores them again."""
+    import torch
+
+    import deepinfer
+
+    if settings.decode_perf_cache_dir is None:
+        return StepTimes(), _nothing
+    folder = Path(settings.decode_perf_cache_dir)
+    build = (checkpoint.identity(), deepinfer.__version__, torch.__version__, numerics)
+    identity = hashlib.blake2b(repr(build).encode(), digest_size=16).hexdigest()
+    times = StepTimes.load(folder, identity, settings.decode_perf_cache_ttl_sec, warn)
+    return times, lambda: times.save(folder, identity, warn)
 
 
 def _identity(
@@ -211,9 +268,10 @@ def _tiers(
     return (host, disk), disk
 
 
-def plan_weights(checkpoint: Checkpoint, free: int) -> tuple[int, bool]:
+def plan_weights(checkpoint: Checkpoint, free: int, drafts: bool) -> tuple[int, bool]:
     """Bytes left of `free` once the weights are in, and whether the torch back end may keep them
     unpacked (eight bytes each), which it does where that takes at most half of what is left.
+    drafts: the draft stages are loaded too.
 
     Raises CapacityError weights-too-big.
     """
@@ -228,7 +286,7 @@ def plan_weights(checkpoint: Checkpoint, free: int) -> tuple[int, bool]:
             "deepinfer run without -m, for the embedded model",
         )
     held = parameters(checkpoint.config, vision=False).values()
-    unpacked = 8 * sum(math.prod(p.shape) for p in held if p.group == "target")
+    unpacked = 8 * sum(math.prod(p.shape) for p in held if drafts or p.group == "target")
     keep = unpacked <= left // 2
     return left - (unpacked if keep else 0), keep
 
@@ -240,11 +298,11 @@ def plan_sizes(settings: Settings, config: ModelConfig, free: int) -> tuple[Size
     quarter of the free memory: requests at most half of that, window rows for reuse a quarter of
     what is left, tokens the rest.
     """
-    from deepinfer.kvcache.pools import bytes_per_slot, bytes_per_token, bytes_per_window_page
+    from deepinfer.kvcache.pools import bytes_per_token, bytes_per_window_page
 
     page = settings.page_tokens
     budget = max(free, 0) // _SHARE
-    slot_bytes, page_bytes = bytes_per_slot(config), bytes_per_token(config) * page
+    slot_bytes, page_bytes = slot_size(settings, config), bytes_per_token(config) * page
     slots = max(min(settings.max_num_seqs, budget // 2 // max(slot_bytes, 1)), 1)
     warnings = []
     if slots < settings.max_num_seqs and settings.values["max_num_seqs"].chosen:
@@ -287,6 +345,15 @@ def plan_sizes(settings: Settings, config: ModelConfig, free: int) -> tuple[Size
         window_pages,
     )  # fmt: skip
     return sizes, tuple(warnings)
+
+
+def slot_size(settings: Settings, config: ModelConfig) -> int:
+    """Fixed bytes of a running request; what drafts need is there only where it drafts."""
+    from deepinfer.kvcache.pools import bytes_per_slot
+
+    if not settings.mtp:
+        return bytes_per_slot(config)
+    return bytes_per_slot(config, settings.max_rollback, len(config.stages))
 
 
 def _does_not_fit(tokens: int, fit: int, free: int, token_bytes: float, flag: str) -> CapacityError:

@@ -1,4 +1,4 @@
-"""The engine's public face, `LLM`, and its loop: plan, run, sample, commit.
+"""The engine's public face, `LLM`, and its loop: plan, run, judge, commit, draft.
 
 Prompts and sampling parameters come in, completions go out, in order. The one room that knows the
 others; it must not know how a plan is run, how a token is drawn or who may run next.
@@ -11,7 +11,8 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import islice, zip_longest
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,6 +29,10 @@ from deepinfer.kvcache.tiers import Key
 from deepinfer.sampling import sampler
 from deepinfer.scheduler.policy import Policy, Step
 from deepinfer.settings import Settings, resolve
+from deepinfer.speculative.drafter import Drafter
+from deepinfer.speculative.proposal import Verdict
+from deepinfer.speculative.trace import TraceStep
+from deepinfer.speculative.verify import verify
 
 if TYPE_CHECKING:
     from deepinfer.replay.meter import Measured
@@ -115,6 +120,9 @@ class LLM:
             sizes.max_model_len,
             self._policy.blocks,
         )
+        self._drafter = None
+        if parts.drafting:
+            self._drafter = Drafter(parts.runner, parts.drafting, parts.times, on_warning or _warn)
         self._running: dict[Generation, tuple[Answer, _Call]] = {}
         self._arrivals = itertools.count()
         for line in parts.warnings:
@@ -156,6 +164,31 @@ class LLM:
         """
         return self._deltas(self._read(prompts, sampling_params))
 
+    def trace(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> tuple[list[Completion], list[TraceStep]]:
+        """`generate`, and what every step did with the drafts of every request.
+
+        `TraceStep.seq` counts the results. Raises UsageError where nothing is drafted or other
+        requests run.
+        """
+        self._check_idle("their steps would be in the trace too")
+        if self._drafter is None:
+            raise UsageError(
+                "not-drafting",
+                "this engine drafts nothing, so there is nothing to trace",
+                hint="a checkpoint with draft stages, and mtp above 0",
+            )
+        steps: list[TraceStep] = []
+        first = next(self._arrivals)
+        self._drafter.watch = lambda step: steps.append(replace(step, seq=step.seq - first - 1))
+        try:
+            return self.generate(prompts, sampling_params), steps
+        finally:
+            self._drafter.watch = None
+
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """float32 [tokens, vocab] on the host: row i is about token i + 1. Truncation is off.
 
@@ -181,12 +214,7 @@ class LLM:
         """
         from deepinfer.replay.meter import Meter
 
-        self._check_open()
-        if self._running:
-            raise UsageError(
-                "engine-busy", "other requests are running, their rows would be counted too",
-                hint="finish or close their streams first",
-            )  # fmt: skip
+        self._check_idle("their rows would be counted too")
         with self._prefix.alone():
             if cached:
                 self._run_one(token_ids[:cached])
@@ -204,6 +232,8 @@ class LLM:
         for answer, call in list(self._running.values()):
             self._finish(answer, call, FinishReason.ABORT)
         self._persist()
+        if self.parts is not None:
+            self.parts.keep_times()
         self.parts = None
 
     def __enter__(self) -> LLM:
@@ -221,6 +251,15 @@ class LLM:
     def _check_open(self) -> None:
         if self.parts is None:
             raise UsageError("engine-closed", "this engine is closed", hint="make a new LLM")
+
+    def _check_idle(self, why: str) -> None:
+        self._check_open()
+        if self._running:
+            raise UsageError(
+                "engine-busy",
+                f"other requests are running, {why}",
+                hint="finish or close their streams first",
+            )
 
     def _deltas(self, asked: Sequence[Asked]) -> Iterator[TokenDelta]:
         self._check_open()  # it may have been closed since `stream` was called
@@ -263,40 +302,56 @@ class LLM:
         answer: Answer,
         call: _Call,
         reason: FinishReason,
-        *,
+        told: tuple[tuple[int, ...], str, tuple[TokenLogprob, ...]] = ((), "", ()),
         problem: DeepinferError | None = None,
-        ids: tuple[int, ...] = (),
-        text: str = "",
-        logprob: TokenLogprob | None = None,
     ) -> None:
-        """Give memory back, make the result, tell the caller (with the last token, if any)."""
+        """Give memory back, make the result, tell the caller (ids, text and log-probabilities
+        of the last tokens, if any)."""
         self._policy.remove(answer.sequence)
         self._running.pop(answer.sequence, None)
+        ids, text, logprobs = told
         text += answer.finish(reason, self._clock(), problem)
         call.open -= 1
-        call.deltas.append(answer.delta(ids, text, logprob))
+        call.deltas.append(answer.delta(ids, text, logprobs))
 
     # one step
 
     def _step(self) -> None:
         try:
+            running = self._policy.running
+            if self._drafter:
+                self._drafter.choose(running, self._policy.max_rows - len(running))
             step = self._policy.next_step(
                 lambda sequence: self._running[sequence][0].wants_all_rows
             )
             if step is None:
                 raise InternalError("nothing-to-run", "requests are open but none can run")
-            now = self._clock()
+            started = self._clock()
             for sequence in step.sequences:
                 answer, _ = self._running[sequence]
-                answer.scheduled = now if answer.scheduled is None else answer.scheduled
+                answer.scheduled = started if answer.scheduled is None else answer.scheduled
             self._move(self._prefix.leaving(), self._prefix.keep)
             self._commit(step, self.parts.runner.forward(step.plan))
+            if self._drafter:
+                self._draft(step, started)
         except BaseException:
             # Memory is half written or half planned: whoever goes on starts afresh.
             for sequence in tuple(self._policy.running):
                 self._policy.preempt(sequence)
+            if self._drafter:
+                self._drafter.reset()
             raise
         self._persist()
+
+    def _draft(self, step: Step, started: float) -> None:
+        """Draft for the requests of a step that go on."""
+        judged = self._clock()
+        going = [sequence for sequence in step.sequences if sequence in self._running]
+        self._drafter.draft(
+            [self._running[sequence][0] for sequence in going if sequence.pending == 1]
+        )
+        pure = all(chunk.certain - chunk.start == 1 for chunk in step.plan.chunks)
+        self._drafter.ended(step.plan.rows, judged - started, self._clock() - judged, pure)
 
     def _persist(self) -> None:
         """Write the pages that became complete to the durable tier, unless this is closed."""
@@ -313,74 +368,114 @@ class LLM:
                 store(key, payload)
 
     def _commit(self, step: Step, logits: torch.Tensor) -> None:
-        """Take a step's logits [logit rows, vocab]: choose, append, tell, finish."""
-        drawing: list[tuple[Generation, int]] = []
-        broken: list[Generation] = []
-        own: dict[Generation, torch.Tensor] = {}
+        """Take a step's logits [logit rows, vocab]: judge, choose, append, tell, finish."""
+        choosing: list[tuple[Generation, range]] = []
+        broken: list[tuple[Generation, torch.Tensor]] = []
         complete: list[Generation] = []
         first_row = 0
         for chunk, sequence in zip(step.plan.chunks, step.sequences, strict=True):
-            rows = own[sequence] = logits[first_row : first_row + chunk.logits]
-            first_row += chunk.logits
+            span = range(first_row, first_row + chunk.logits)
+            first_row = span.stop
+            rows = logits[span.start : span.stop]
             answer, _ = self._running[sequence]
             answer.ran(chunk, rows)
             if not _take_prompt_logprobs(answer, chunk.start, rows):
-                broken.append(sequence)
-            elif chunk.end == len(sequence.tokens):
-                if sequence.request.max_new:
-                    drawing.append((sequence, first_row - 1))
-                else:
-                    complete.append(sequence)
-        chosen = self._draw(logits, drawing)
-        broken += [
-            sequence
-            for (sequence, _), (token, _) in zip(drawing, chosen, strict=True)
-            if token is None
-        ]
-        for chunk, sequence in zip(step.plan.chunks, step.sequences, strict=True):
-            if sequence not in broken:
+                broken.append((sequence, rows))
+            elif chunk.certain < len(sequence.tokens):
                 self._prefix.advance(sequence, chunk.end)
+            elif sequence.request.max_new:
+                choosing.append((sequence, span[-1 - chunk.drafts :]))
+            else:
+                self._prefix.advance(sequence, chunk.end)
+                complete.append(sequence)
+        verdicts = self._judge(logits, choosing)
+        logprobs = self._logprobs(logits, choosing, verdicts)
         now = self._clock()
-        for (sequence, _), (token, logprob) in zip(drawing, chosen, strict=True):
-            if token is not None:
-                self._deliver(sequence, token, logprob, now)
+        for (sequence, span), verdict in zip(choosing, verdicts, strict=True):
+            if not self._deliver(sequence, verdict, logprobs.get(sequence, ()), now):
+                broken.append((sequence, logits[span[verdict.accepted]]))
         for sequence in complete:
             self._finish(*self._running[sequence], FinishReason.LENGTH)
-        for sequence in broken:
-            if not own[sequence].isfinite().all():
+        for sequence, rows in broken:
+            if not rows.isfinite().all():
                 self._prefix.forget(sequence)
             problem = _numeric_error(sequence)
             self._finish(*self._running[sequence], FinishReason.ERROR, problem=problem)
 
-    def _draw(
-        self, logits: torch.Tensor, drawing: Sequence[tuple[Generation, int]]
-    ) -> list[tuple[int | None, TokenLogprob | None]]:
-        """The next token of each (sequence, row of logits), with its log-probability if asked."""
-        if not drawing:
+    def _judge(
+        self, logits: torch.Tensor, choosing: Sequence[tuple[Generation, range]]
+    ) -> list[Verdict]:
+        """What becomes of the drafts of each (sequence, its rows of logits), and what follows."""
+        if not choosing:
             return []
-        answers = [self._running[sequence][0] for sequence, _ in drawing]
-        rows = logits[[row for _, row in drawing]]
-        tokens = sampler.sample(rows, [answer.row() for answer in answers])
-        tops = [answer.sequence.request.params.logprobs for answer in answers]
-        wanted = [at for at, top in enumerate(tops) if top is not None and tokens[at] is not None]
-        logprobs: list[TokenLogprob | None] = [None] * len(tokens)
-        if wanted:
-            found = sampler.logprobs(
-                rows[wanted], [tokens[at] for at in wanted], [tops[at] for at in wanted]
-            )
-            for at, entry in zip(wanted, found, strict=True):
-                logprobs[at] = entry
-        return list(zip(tokens, logprobs, strict=True))
+        sequences = [sequence for sequence, _ in choosing]
+        wanted = [row for _, span in choosing for row in span]
+        rows = [
+            self._running[sequence][0].row(sequence.drafts[:count])
+            for sequence in sequences
+            for count in range(len(sequence.drafts) + 1)
+        ]
+        part = logits if len(wanted) == len(logits) else logits[wanted]
+        scores = self._drafter.scores(sequences) if self._drafter else None
+        rule = self.parts.drafting.verify if self.parts.drafting else "coupled"
+        return verify(part, rows, [sequence.drafts for sequence in sequences], scores, rule)
+
+    def _logprobs(
+        self,
+        logits: torch.Tensor,
+        choosing: Sequence[tuple[Generation, range]],
+        verdicts: Sequence[Verdict],
+    ) -> dict[Generation, list[TokenLogprob | None]]:
+        """Log-probabilities of the tokens of each sequence that wants them."""
+        rows: list[int] = []
+        tokens: list[int] = []
+        tops: list[int] = []
+        counts: dict[Generation, int] = {}
+        for (sequence, span), verdict in zip(choosing, verdicts, strict=True):
+            top = sequence.request.params.logprobs
+            if top is not None:
+                counts[sequence] = len(verdict.tokens)
+                rows += span[: len(verdict.tokens)]
+                tokens += verdict.tokens
+                tops += [top] * len(verdict.tokens)
+        if not rows:
+            return {}
+        found = iter(sampler.logprobs(logits[rows], tokens, tops))
+        return {sequence: list(islice(found, count)) for sequence, count in counts.items()}
 
     def _deliver(
-        self, sequence: Generation, token: int, logprob: TokenLogprob | None, now: float
-    ) -> None:
+        self,
+        sequence: Generation,
+        verdict: Verdict,
+        logprobs: Sequence[TokenLogprob | None],
+        now: float,
+    ) -> bool:
+        """Append a verdict's tokens up to the end of the answer; False: its numbers are broken."""
         answer, call = self._running[sequence]
-        text, reason = answer.take(token, logprob, now)
+        decoding, verified = sequence.generated > 0, len(sequence.drafts)
+        sequence.drafts = ()
+        ids: list[int] = []
+        text, reason = "", None
+        for token, logprob in zip_longest(verdict.tokens, logprobs):
+            more, reason = answer.take(token, logprob, now)
+            ids.append(token)
+            text += more
+            if reason is not None:
+                break
+        if decoding and self._drafter:
+            self._drafter.judged(sequence, verified, verdict, len(ids), answer.counts)
+        told = tuple(ids), text, tuple(logprobs[: len(ids)])
+        if verdict.broken and reason is None:
+            if ids:
+                call.deltas.append(answer.delta(*told))
+            return False
+        self._prefix.advance(sequence, len(sequence.tokens) - 1)
+        answer.highest = max(answer.highest, sequence.computed)
         if reason is None:
-            call.deltas.append(answer.delta((token,), text, logprob))
+            call.deltas.append(answer.delta(*told))
         else:
-            self._finish(answer, call, reason, ids=(token,), text=text, logprob=logprob)
+            self._finish(answer, call, reason, told)
+        return True
 
 
 def _take_prompt_logprobs(answer: Answer, start: int, rows: torch.Tensor) -> bool:

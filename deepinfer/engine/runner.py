@@ -17,7 +17,7 @@ from deepinfer.kvcache.draft import DraftRequest, RingContext
 from deepinfer.kvcache.memory import StepMemory
 from deepinfer.kvcache.pools import Pools
 from deepinfer.model.config import ModelConfig
-from deepinfer.model.draft import Draft
+from deepinfer.model.draft import Draft, DraftBlock
 from deepinfer.model.memory import Ops
 from deepinfer.model.transformer import Transformer
 from deepinfer.tokenizer.mapping import TokenMap
@@ -90,13 +90,13 @@ class Runner:
         return self.model.logits(x[rows])
 
     @torch.inference_mode()
-    def draft_block(self, requests: Sequence[DraftRequest]) -> tuple[torch.Tensor, torch.Tensor]:
-        """(x [R, B, H], base logits float32 [R, B, V]) of ``Draft.block``; needs ``draft``."""
+    def draft_block(self, requests: Sequence[DraftRequest]) -> DraftBlock:
+        """``Draft.block`` of these requests; needs ``draft``."""
         assert self.draft is not None, "a runner without draft stages"
         anchors = torch.tensor([r.anchor for r in requests], device=self.device)
         last = torch.tensor([r.last for r in requests], device=self.device)
         memory = RingContext(self.config, self.pools, self.ops, requests)
-        return self.draft.block(anchors, last, memory)
+        return DraftBlock(self.draft, *self.draft.block(anchors, last, memory))
 
     def _restore(self, chunk: Chunk) -> None:
         mapped = self.map.lookup(np.asarray(chunk.context, dtype=np.int64))

@@ -7,7 +7,7 @@ know rings, sampling, acceptance or calibration.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,6 +66,11 @@ class Draft:
         self.confidence_proj = last.matrix("confidence_head.proj.weight")
         self.rotary = Rotary.of(config, source.device)
 
+    @property
+    def context_weights(self) -> list[Any]:
+        """Handles of the matrices that `context` multiplies by."""
+        return [self.main_proj, *(w.attention.wkv for w in self.blocks)]
+
     def context(self, targets: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Context keys [N, D] of every stage, rotated, not yet quantised, of backbone rows with
         ``targets`` [N, T * H] at ``positions`` int64 [N] (model spec §6.2)."""
@@ -111,3 +116,20 @@ class Draft:
         """Logit float32 [R] that the token drafted at a slot will be accepted, from the slot's
         x [R, H] and e [R, rank]; neither sigmoid nor calibration (step 5)."""
         return self.ops.linear_f32(torch.cat((x, e), -1), self.confidence_proj).squeeze(-1)
+
+
+@dataclass(frozen=True)
+class DraftBlock:
+    """What ``Draft.block`` gave, x [R, B, H] and base [R, B, V]; the sequential part follows slot
+    by slot."""
+
+    draft: Draft
+    x: torch.Tensor
+    base: torch.Tensor
+
+    @torch.inference_mode()
+    def slot(self, i: int, tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits float32 [R, V] of draft i (0 is the first), given the R tokens before it, and the
+        raw confidence float32 [R] that it will be accepted."""
+        e = self.draft.markov(torch.tensor(tokens, device=self.x.device))
+        return self.base[:, i] + self.draft.bias(e), self.draft.confidence(self.x[:, i], e)

@@ -18,7 +18,7 @@ import torch
 from deepinfer.errors import InternalError
 from deepinfer.replay.plan import LayerRanges, Range
 
-HEAD = -1  # the layer of what belongs to none
+HEAD, DRAFT = -1, -2  # layers of what belongs to none
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,18 @@ class Measured:
 class Meter:
     """Counts between `with Meter(runner) as meter:` and the end of the block.
 
-    runner: has `config`, `model` (with `blocks`, `head` and `forward(tokens, memory, rows)`) and
-    `ops`, the table that model and memories call. One prompt at a time where ranges are wanted.
+    runner: has `config`, `model` (a `Transformer`), `draft` (a `Draft` or None) and `ops`, the
+    table that model and memories call; draft blocks must not run meanwhile. One prompt at a time
+    where ranges are wanted.
     """
 
     def __init__(self, runner: Any) -> None:
         self.config, self._runner = runner.config, runner
         self._rates = _rates(runner.config)
         self._parts = _parts(runner.model, self._rates)
+        if runner.draft is not None:
+            # Its context keys are made in the same pass; the meter leaves draft stages out.
+            self._parts |= {id(held): (DRAFT, "draft", 0) for held in runner.draft.context_weights}
         self._plain: dict[str, Callable[..., Any]] = {}
         self._layer = HEAD  # whose memory call is running
         self.reset()
@@ -104,7 +108,7 @@ class Meter:
                 counts[layer, part] += times * number
         by_layer: list[dict[str, int]] = [{} for _ in layers]
         for (layer, part), flops in counts.items():
-            if layer != HEAD and flops:
+            if layer >= 0 and flops:
                 by_layer[layer][part] = flops
         return Measured(
             layers=tuple(self._ranges(layer, tokens) for layer in layers),
@@ -260,6 +264,10 @@ class _WatchedModel:
     def forward(self, tokens: torch.Tensor, memory: Any, *rest: Any) -> torch.Tensor:
         self._meter._begin()
         return self._model.forward(tokens, _WatchedMemory(memory, self._meter), *rest)
+
+    def hidden_and_targets(self, tokens: torch.Tensor, memory: Any) -> Any:
+        self._meter._begin()
+        return self._model.hidden_and_targets(tokens, _WatchedMemory(memory, self._meter))
 
 
 class _WatchedMemory:

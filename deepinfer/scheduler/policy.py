@@ -35,13 +35,13 @@ class Policy:
     """Continuous batching over `slots` state slots and a pool of pages.
 
     Every running sequence gets at least one row in every step, so at most `max_rows` run. Decoding
-    rows come first, oldest request first; then prompts, at most `chunk` rows of one request in a
-    step; then new requests in order of arrival, never past one that does not fit yet. Memory for a
-    whole prompt is taken at admission, less what others have computed already, for the answer page
-    by page. When a decoding sequence finds
-    no page, the newest running one gives everything up and is computed again later. The oldest is
-    never preempted by another, and any sequence alone fits (who calls `add` has made sure), so
-    every step makes progress.
+    rows come first, oldest request first, with the drafts that there are rows and idle pages for;
+    then prompts, at most `chunk` rows of one request in a step; then new requests in order of
+    arrival, never past one that does not fit yet. Memory for a whole prompt is taken at admission,
+    less what others have computed already, for the answer page by page. When a decoding sequence
+    finds no page, the newest running one gives everything up and is computed again later. The
+    oldest is never preempted by another, and any sequence alone fits (who calls `add` has made
+    sure), so every step makes progress.
     """
 
     def __init__(self, prefix: PrefixCache, *, slots: int, max_rows: int, chunk: int) -> None:
@@ -86,7 +86,12 @@ class Policy:
             # a sequence after this one may have been preempted by it meanwhile
             if sequence.slot is not None and sequence.pending == 1 and self._grow(sequence):
                 taken.append((sequence, 1))
-        rows -= len(taken)
+        rows -= len(self.running)
+        for at, (sequence, _) in enumerate(taken):
+            self._trim_drafts(sequence, rows)
+            taken[at] = sequence, 1 + len(sequence.drafts)
+            rows -= len(sequence.drafts)
+        rows += len(self.running) - len(taken)
         prefilling = [sequence for sequence in self.running if sequence.pending > 1]
         for behind, sequence in enumerate(prefilling, start=1):
             spare = rows - (len(prefilling) - behind)  # one row for each prompt after this one
@@ -111,18 +116,21 @@ class Policy:
     def _chunk(self, sequence: Sequence, size: int, want_all_rows: Wants) -> Chunk:
         start = sequence.computed
         end = start + size
-        if want_all_rows(sequence):
+        drafts = sequence.drafts
+        if want_all_rows(sequence) or drafts:
             logits = size
         else:
             logits = 1 if end == len(sequence.tokens) else 0
+        known = tuple(sequence.tokens[start : end - len(drafts)])
         begins = start == sequence.replay.first
         context = self.prefix.reuse.context if begins else 0
         return Chunk(
             slot=sequence.slot,
             start=start,
-            token_ids=tuple(sequence.tokens[start:end]),
+            token_ids=known + drafts,
             pages=tuple(sequence.pages[: self.blocks.pages_for(end)]),
             logits=logits,
+            drafts=len(drafts),
             replay=sequence.replay,
             windows=self.prefix.windows_of(sequence, start, end),
             restore=tuple(sequence.restore),
@@ -138,6 +146,14 @@ class Policy:
                 return False
         sequence.pages += self.blocks.take(missing)
         return True
+
+    def _trim_drafts(self, sequence: Sequence, rows: int) -> None:
+        """Keep as many of its drafts as there are rows for, and pages that nobody else needs."""
+        room = (len(sequence.pages) + self.blocks.free) * self.blocks.page_tokens
+        room -= len(sequence.tokens)
+        sequence.drafts = sequence.drafts[: max(min(rows, room), 0)]
+        more = self._missing(sequence, len(sequence.tokens) + len(sequence.drafts))
+        sequence.pages += self.blocks.take(more)
 
     def _missing(self, sequence: Sequence, tokens: int) -> int:
         return max(self.blocks.pages_for(tokens) - len(sequence.pages), 0)
@@ -165,6 +181,7 @@ class Policy:
         self.prefix.release(sequence)
         self._free_slots.append(sequence.slot)
         sequence.slot = None
+        sequence.drafts = ()
 
 
 def _arrival(sequence: Sequence) -> int:

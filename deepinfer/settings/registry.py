@@ -79,8 +79,6 @@ def rest_idle_threads() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
-_NO_DRAFT = "is not in this version: tokens are decoded one by one, without drafts"
-
 _USED = (
     Setting(
         "accelerator", "DEEPINFER_ACCELERATOR", "--accelerator",
@@ -105,31 +103,31 @@ _USED = (
     Setting(
         "max_rollback", "DEEPINFER_MAX_BACKTRACKING_TOKENS", "--max-rollback", kinds.whole(1), None,
         "Most tokens that can be taken back", "Replay", advanced=True, official=True,
-        shown_default="draft length + 1", note=_NO_DRAFT,
+        shown_default="draft length + 1",
     ),
     Setting(
         "mtp", "DEEPINFER_USE_NEXTN_DECODE", "--mtp", kinds.whole(0), 5,
         "Longest draft; 0 = no speculation", "Speculation", official=True,
-        note=_NO_DRAFT, inert=(0,),
+        shown_default="what the checkpoint was trained for, else 0",
     ),
     Setting(
         "mtp_varlen", "DEEPINFER_ENABLE_MTP_VARLEN", "--mtp-varlen", kinds.boolean, False,
         "Let confidence decide how many drafts to verify", "Speculation", official=True,
-        note=_NO_DRAFT, inert=(False,),
     ),
     Setting(
         "verify", "DEEPINFER_VERIFY", "--verify", kinds.choice("rejection", "coupled"), "rejection",
-        "Rule that accepts drafts", "Speculation", note=_NO_DRAFT,
+        "Rule that accepts drafts", "Speculation",
         shown_default="rejection; coupled when batch-invariant",
     ),
     Setting(
         "mtp_threshold", "DEEPINFER_MTP_THRESHOLD", "--mtp-threshold", kinds.number(0.0, 1.0), None,
-        "Fixed confidence cut for experiments", "Speculation", advanced=True, note=_NO_DRAFT,
+        "Fixed confidence cut for experiments", "Speculation", advanced=True,
     ),
     Setting(
         "mtp_temperature", "DEEPINFER_DFLASH_CONFIDENCE_HEAD_TEMPERATURE", None,
         kinds.temperatures, (1.0,), "Confidence temperature, one or one per draft position",
-        official=True, advanced=True, shown_default="1.0", note=_NO_DRAFT,
+        official=True, advanced=True,
+        shown_default="those fitted for the checkpoint, else 1.0",
     ),
     Setting(
         "batch_invariant", "DEEPINFER_BATCH_INVARIANT", "--batch-invariant", kinds.boolean, False,
@@ -207,12 +205,11 @@ _USED = (
     ),
     Setting(
         "decode_perf_cache_dir", "DEEPINFER_DECODE_PERF_CACHE_DIR", None, kinds.path, None,
-        "Folder for the measured step times", official=True, advanced=True, note=_NO_DRAFT,
+        "Folder for the measured step times", official=True, advanced=True,
     ),
     Setting(
         "decode_perf_cache_ttl_sec", "DEEPINFER_DECODE_PERF_CACHE_TTL_SEC", None, kinds.whole(0),
         3600, "Life of the measured step times, in seconds", official=True, advanced=True,
-        note=_NO_DRAFT,
     ),
     Setting(
         "config", "DEEPINFER_CONFIG", "--config", kinds.path, None,

@@ -120,7 +120,7 @@ def for_model(settings: Settings, model: ModelShape) -> Settings:
                 values[attribute] = Value(None)
         # Warnings about chosen values were given when the settings were resolved.
         values, _ = derive(values)
-    elif mtp.value > 0 and not trained and _has_code("mtp"):
+    elif mtp.value > 0 and not trained:
         raise UsageError(
             "mtp-too-long",
             "this checkpoint has no draft head",
@@ -222,12 +222,6 @@ def _rollback(values: Mapping[str, Value]) -> tuple[Value, list[str]]:
 def _unused(values: Mapping[str, Value], attribute: str, off: object, why: str) -> list[str]:
     entry = values[attribute]
     return [f"{entry.origin} is not used: {why}"] if entry.chosen and entry.value != off else []
-
-
-def _has_code(attribute: str) -> bool:
-    """False while this version only checks the setting; its note says so to the user."""
-    setting = registry.find(attribute)
-    return setting is not None and setting.available
 
 
 def _stronger(one: Value, other: Value) -> bool:

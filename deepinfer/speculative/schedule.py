@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, islice
 from operator import itemgetter
 
@@ -20,6 +21,18 @@ Time = Callable[[int, int], float]
 _CLAMP = 60.0
 _AGE = 2  # steps between the confidences that make a budget and the step it is for
 _BLOCKS = 24  # blocks of drafts that a budget rests on, at least
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRules:
+    """How drafts are made and chosen: settings mtp, verify, mtp_varlen, mtp_threshold and
+    mtp_temperature (one for all drafts, or one per draft)."""
+
+    length: int
+    verify: str = "rejection"
+    varlen: bool = False
+    threshold: float | None = None
+    temperatures: tuple[float, ...] = (1.0,)
 
 
 def confidences(logits: Sequence[float], temperatures: Sequence[float]) -> list[float]:

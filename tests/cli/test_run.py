@@ -84,10 +84,10 @@ def test_settings_arrive_with_their_sources(cli, fake_llm):
 
 def test_a_warning_is_printed_once(cli, fake_llm):
     fake_llm.warning = "vision tensors are skipped"
-    done = cli("run", "-p", "hi", "--mtp", 3, DEEPINFER_BATCH_INVARIENT="1")
+    done = cli("run", "-p", "hi", "--overlap", DEEPINFER_BATCH_INVARIENT="1")
     lines = done.err.splitlines()
     assert lines.count("warning: vision tensors are skipped") == 1
-    assert sum("--mtp is not in this version" in line for line in lines) == 1
+    assert sum("--overlap is not in this version" in line for line in lines) == 1
     assert sum("did you mean DEEPINFER_BATCH_INVARIANT?" in line for line in lines) == 1
 
 

@@ -89,19 +89,21 @@ class Stored:
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_read():
     with pytest.raises(CapacityError) as caught:
-        plan_weights(Stored(8 << 30), 4 << 30)
+        plan_weights(Stored(8 << 30), 4 << 30, drafts=True)
     assert caught.value.code == "weights-too-big"
     assert "8.0 GiB" in str(caught.value) and "4.0 GiB" in str(caught.value)
 
 
 def test_unpacked_weights_are_kept_only_where_there_is_room():
-    unpacked = 8 * sum(
-        math.prod(p.shape) for p in parameters(CONFIG, vision=False).values() if p.group == "target"
-    )
-    left, keep = plan_weights(Stored(1 << 20), (1 << 20) + 2 * unpacked)
-    assert keep and left == unpacked
-    left, keep = plan_weights(Stored(1 << 20), (1 << 20) + 2 * unpacked - 1)
-    assert not keep and left == 2 * unpacked - 1
+    held = parameters(CONFIG, vision=False).values()
+    for drafts in (False, True):
+        unpacked = 8 * sum(
+            math.prod(p.shape) for p in held if p.group in ("target", "draft")[: 1 + drafts]
+        )
+        left, keep = plan_weights(Stored(1 << 20), (1 << 20) + 2 * unpacked, drafts)
+        assert keep and left == unpacked
+        left, keep = plan_weights(Stored(1 << 20), (1 << 20) + 2 * unpacked - 1, drafts)
+        assert not keep and left == 2 * unpacked - 1
 
 
 def test_state_has_the_published_sizes():

@@ -40,13 +40,11 @@ def prefilled(name, prompts):
 
 def greedy_drafts(runner, requests):
     """(drafts of every request, x and base logits of its block)."""
-    x, base = runner.draft_block(requests)
-    tokens = torch.tensor([r.anchor for r in requests])
-    drafts = []
-    for i in range(base.shape[1]):
-        tokens = (base[:, i] + runner.draft.bias(runner.draft.markov(tokens))).argmax(-1)
-        drafts.append(tokens)
-    return torch.stack(drafts, 1).tolist(), x, base
+    block = runner.draft_block(requests)
+    drafts = [[r.anchor for r in requests]]
+    for i in range(block.base.shape[1]):
+        drafts.append(block.slot(i, drafts[-1])[0].argmax(-1).tolist())
+    return [list(some) for some in zip(*drafts[1:], strict=True)], block.x, block.base
 
 
 def certain(margins):
@@ -188,7 +186,7 @@ def stages_alone(name, monkeypatch):
             patch.setattr(draft_room, "block", fed)
             patch.setattr(block_room, "attention", attend)
             patch.setattr(block_room, "moe", route)
-            _, base = runner.draft_block([DraftRequest(0, case["anchor"], last)])
+            base = runner.draft_block([DraftRequest(0, case["anchor"], last)]).base
         scale = golden.index(name)["logit_scale"]
         note("base logits", error(base[0], t["base_logits"]) / scale)
     return worst

@@ -60,9 +60,9 @@ def step(runner, *chunks, replay=None):
 
 def drafted(runner, *requests):
     """(x, base logits) of (slot, anchor, last, first)."""
-    x, base = runner.draft_block([DraftRequest(*r) for r in requests])
-    assert x.isfinite().all() and base.isfinite().all()
-    return x, base
+    block = runner.draft_block([DraftRequest(*r) for r in requests])
+    assert block.x.isfinite().all() and block.base.isfinite().all()
+    return block.x, block.base
 
 
 def prompt(length, start=0):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from deepinfer.errors import UsageError
-from deepinfer.settings import for_device, for_model, registry, resolve, rules
+from deepinfer.settings import for_device, for_model, registry, resolve
 
 
 @pytest.fixture(autouse=True)
@@ -146,12 +146,9 @@ def test_a_draft_longer_than_trained_is_refused():
     assert error.facts == ("trained for blocks of 5",) and error.hint == "--mtp 5"
 
 
-def test_no_draft_head(monkeypatch):
+def test_no_draft_head():
     settings = for_model(flags(), model(stages=0))
     assert settings.mtp == 0 and settings.max_rollback == 1
-    # While this version has no drafting, its note is the answer; afterwards it is an error.
-    assert for_model(flags(mtp=5), model(stages=0)).mtp == 5
-    monkeypatch.setattr(rules, "_has_code", lambda attribute: True)
     with pytest.raises(UsageError, match="has no draft head") as caught:
         for_model(flags(mtp=5), model(stages=0))
     assert caught.value.hint == "--mtp 0"
