@@ -29,7 +29,7 @@ def simulate(
         ready = [seq for seq in running if seq in held]
         values = [held[seq]["survival"] for seq in ready]
         budget = None
-        limit = draw.randrange(2, 6 * requests + 1)
+        limit = draw.randrange(2, 6 * requests + 1) if varlen else mtp * requests
         if varlen and ready:
             counts = {seq: len(held[seq]["ids"]) for seq in ready}
             budget = budgets[number] = schedule.budget(number, counts, noise, limit)

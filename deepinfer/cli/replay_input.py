@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from deepinfer.model.config import ModelConfig
     from deepinfer.replay.plan import ReplayPlan, ReplayRule
 
-__all__ = ["Asked", "read_asked"]
+__all__ = ["Asked", "read_asked", "read_config"]
 
 PUBLISHED = "v41-flash"
 _SIZES = {"": 1, "k": 2**10, "m": 2**20}
@@ -123,7 +123,7 @@ def _model(
             # It raises, and says what is wrong with the folder.
             open_checkpoint(folder, settings.origin("model_dir"))
         name = folder.resolve().name if settings.model_dir else "embedded"
-        return _read_config(folder / "config.json"), name, folder
+        return read_config(folder / "config.json"), name, folder
     if settings.source("model_dir") == "flag":
         raise UsageError(
             "bad-usage", "--config-json cannot be used with -m",
@@ -143,13 +143,14 @@ def _model(
             f"--config-json {PUBLISHED}, the published configuration",
         )  # fmt: skip
     return (
-        _read_config(file),
+        read_config(file),
         file.stem if file.stem != "config" else file.resolve().parent.name,
         None,
     )
 
 
-def _read_config(file: Path) -> ModelConfig:
+def read_config(file: Path) -> ModelConfig:
+    """A model's configuration; raises CheckpointError."""
     import json
 
     from deepinfer.errors import CheckpointError

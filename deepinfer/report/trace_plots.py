@@ -176,19 +176,20 @@ def _timeline(trace: Trace, base: Path) -> list[Path]:
 
 def _steps(axes: Any, lines: Sequence[Line]) -> None:
     """Three bars one before the other per step, and how it goes on average."""
-    x = range(len(lines))
+    x = range(1, len(lines) + 1)
     drafted = [len(line.step.draft_ids) for line in lines]
     verified = [line.step.verified for line in lines]
     accepted = [line.step.accepted for line in lines]
     axes.bar(x, drafted, 1.0, color=LIGHT, label="drafted")
     axes.bar(x, verified, 1.0, color=ORANGE, label="verified in vain")
     axes.bar(x, accepted, 1.0, color=BLUE, label="accepted")
-    near = [accepted[max(0, i - _MEAN // 2) : i + _MEAN // 2 + 1] for i in x]
+    near = [accepted[max(0, i - _MEAN // 2) : i + _MEAN // 2 + 1] for i in range(len(lines))]
     axes.plot(
         x, [sum(some) / len(some) for some in near], color="black", linewidth=1.2,
         label=f"accepted, mean of {_MEAN} steps",
     )  # fmt: skip
-    axes.set_xlim(-0.5, len(lines) - 0.5)
+    axes.set_xlim(0.5, len(lines) + 0.5)
+    axes.xaxis.get_major_locator().set_params(integer=True)
 
 
 def _behind(axes: Any, behind: Any) -> None:

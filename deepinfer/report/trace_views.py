@@ -8,6 +8,7 @@ wrote is shown, never interpreted: control characters appear as escapes.
 from __future__ import annotations
 
 import math
+import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -15,8 +16,8 @@ from typing import Any
 from deepinfer.speculative.reschedule import Choice
 from deepinfer.speculative.trace import Line, Trace
 
-__all__ = ["LEGEND", "ascii_only", "columns", "inline", "positions", "shown", "step_blocks",
-           "step_rows", "sums"]  # fmt: skip
+__all__ = ["FORMULA", "LEGEND", "aligned", "ascii_only", "columns", "inline", "positions", "shown",
+           "step_blocks", "step_rows", "sums"]  # fmt: skip
 
 LEGEND = "accepted draft   [-rejected draft-]   {+the target's own token+}"
 FORMULA = "tokens committed / steps, bonus included"
@@ -29,6 +30,7 @@ _MARKS = {"accepted": ("", ""), "rejected": ("[-", "-]"), "target": ("{+", "+}")
 _SGR = {"accepted": "4;32", "rejected": "9;31", "target": "36"}
 _ASCII = {"→": "->", " · ": " | ", "⟨": "<", "⟩": ">", "█": "#", "−": "-"}
 _BAR = 24
+_BEHIND_LINE_ENDS = re.compile(r"(?<=\n)(?!\n)")
 
 
 def shown(text: str) -> str:
@@ -68,10 +70,11 @@ def inline(trace: Trace, coloured: bool) -> list[str]:
             )
         rows: list[list[tuple[str, str]]] = [[]]
         for text, style in _spans(lines, sequence):
-            rows[-1].append((text, style))
-            if style != "rejected" and text.endswith("\n"):
-                rows.append([])
-        out += [_rendered(row, coloured) for row in rows if row]
+            for part in [text] if style == "rejected" else _BEHIND_LINE_ENDS.split(text):
+                rows[-1].append((part, style))
+                if style != "rejected" and part.endswith("\n"):
+                    rows.append([])
+        out += filter(None, (_rendered(row, coloured) for row in rows))
     return out
 
 
@@ -167,8 +170,8 @@ def sums(summary: Mapping[str, Any], name: str) -> list[str]:
 
 def positions(summary: Mapping[str, Any]) -> Table:
     """Acceptance and calibration by draft position."""
-    heads = ("position", "drafted", "verified", "accepted", "accepted/drafted", "predicted",
-             "observed", "ECE", "Brier", "AUROC")  # fmt: skip
+    heads = ("draft", "drafted", "verified", "accepted", "rate", "predicted", "observed", "ECE",
+             "Brier", "AUROC")  # fmt: skip
     rows = [
         (
             str(row["position"]), f"{row['drafted']:,}", f"{row['verified']:,}",
@@ -179,6 +182,16 @@ def positions(summary: Mapping[str, Any]) -> Table:
         for row in summary["by_position"]
     ]  # fmt: skip
     return heads, rows
+
+
+def aligned(table: Table) -> list[str]:
+    """A table of numbers without lines around it, so that it fits a narrow terminal."""
+    heads, rows = table
+    wide = [max(map(columns, column)) for column in zip(heads, *rows, strict=True)]
+    return [
+        " ".join(cell.rjust(room) for cell, room in zip(row, wide, strict=True))
+        for row in (heads, *rows)
+    ]
 
 
 def _histogram(summary: Mapping[str, Any]) -> list[str]:

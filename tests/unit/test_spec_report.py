@@ -395,9 +395,9 @@ def test_hostile_text_is_shown_not_obeyed(coloured):
 
 
 def test_lines_end_where_the_answer_has_them():
-    words = {11: "a\n", 12: "b", 13: "\n\n", 14: "x\n", 15: "y", 16: "\n"}
+    words = {11: "a\n", 12: "b", 13: "\n\n  c", 14: "x\ny", 15: "y", 16: "\n"}
     assert trace_views.inline(one_step(words), False) == [
-        r"{+xxxxxxx+}a\n", r"b\n\n", r"[-x\n-]{+\n+}",
+        r"{+xxxxxxx+}a\n", r"b\n\n", r"  c[-x\ny-]{+\n+}",
     ]  # fmt: skip
 
 
@@ -457,6 +457,8 @@ def test_the_summary_says_its_formula():
     assert any(line.startswith("lossless yes") for line in proven)
     _, rows = trace_views.positions(sums)
     assert rows[4][2:] == ("0", "0", "0.0 %", "-", "-", "-", "-", "-")
+    table = trace_views.aligned(trace_views.positions(sums))
+    assert len({len(line) for line in table}) == 1 and len(table[0]) <= 80
 
 
 def test_pictures_and_the_tables_behind_them(tmp_path):
