@@ -407,3 +407,17 @@ def test_a_checkpoint_without_drafts(cli, tmp_path, folder, model):
     (folder / "config.json").write_text(json.dumps(config))
     done = cli("spec-trace", "-p", "x", "-m", folder)
     assert done.status == 2 and "this checkpoint has no draft head" in done.err
+
+
+def test_a_real_model(child, valid, tmp_path):
+    """End to end: T6 has draft stages, and no draft of it may change an id."""
+    from tests import t6
+
+    folder = t6.write(tmp_path / "t6", quantised=False)
+    args = ("-m", folder, "-p", "hello", "-n", "8", "--page-tokens", t6.PAGE_TOKENS)
+    done = child("spec-trace", *args, "--check", "--json", "-o", tmp_path / "t.jsonl", fake=False)
+    found = valid("spec-trace", document(done))
+    assert found["summary"]["lossless"] is True and found["speculation"]["mtp"] == 5
+    [sequence] = found["sequences"]
+    assert found["summary"]["tokens"] == len(sequence["token_ids"]) - 1
+    assert "".join(sequence["token_text"]) == sequence["text"]
