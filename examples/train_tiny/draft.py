@@ -16,9 +16,11 @@ import argparse
 import json
 import os
 import random
+import shutil
 import sys
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 START = time.monotonic()
@@ -33,9 +35,18 @@ from deepinfer.checkpoint.synth import write_checkpoint  # noqa: E402
 from deepinfer.model.config import ModelConfig  # noqa: E402
 from deepinfer.model.draft import Draft  # noqa: E402
 from deepinfer.model.transformer import Transformer  # noqa: E402
+from deepinfer.quant import codec  # noqa: E402
+from deepinfer.quant.formats import Packed  # noqa: E402
 from examples.train_tiny import draft_ablation, draft_quality, exercises, streams  # noqa: E402
-from examples.train_tiny.chat import ANSWER  # noqa: E402
-from examples.train_tiny.draft_parts import Anchors, draft_loss, teacher_forced  # noqa: E402
+from examples.train_tiny.chat import ANSWER, WEIGHTS  # noqa: E402
+from examples.train_tiny.draft_parts import (  # noqa: E402
+    Anchors,
+    accepted,
+    draft_loss,
+    fit_confidence,
+    raw_confidence,
+    teacher_forced,
+)
 from examples.train_tiny.frozen import DraftOps, Recorded, frozen  # noqa: E402
 from examples.train_tiny.memory import SequenceMemory  # noqa: E402
 from examples.train_tiny.optim import Optimiser  # noqa: E402
@@ -46,6 +57,7 @@ from examples.train_tiny.tokenizer import ASSISTANT, EOS, SYSTEM  # noqa: E402
 MODEL = Path(__file__).resolve().parents[2] / "deepinfer" / "embedded"
 MIX = (0.2, 0.4, 0.4)  # library, packages, exercises
 TEMPERATURES = (1.0, 1.0, 0.0)  # of the backbone's own training text
+TALK = 0.25  # share of it that goes on from conversations
 KINDS = ("code", "arithmetic", "retrieval", "chat", "tools", "copying")
 HEADS = ("dspark", "parallel", "autoregressive")
 SLOTS = 5
@@ -58,15 +70,21 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     a.add_argument("--data", type=Path, default=streams.WORK, help="folder made by prepare.py")
     a.add_argument("--seconds", type=float, default=520.0, help="for everything")
     a.add_argument("--heads", default=",".join(HEADS), help="what to train; dspark is exported")
+    a.add_argument(
+        "--trained", type=Path, nargs="+", help="checkpoints whose stages are measured instead"
+    )
     a.add_argument("--stages", type=int, default=2)
     a.add_argument("--experts", type=int, default=8)
-    a.add_argument("--rank", type=int, default=64, help="of the Markov head")
+    a.add_argument("--rank", type=int, default=96, help="of the Markov head")
     a.add_argument("--length", type=int, default=1024, help="tokens of a row")
     a.add_argument("--batch", type=int, default=64, help="rows a step")
     a.add_argument("--anchors", type=int, default=48, help="anchors a row and step")
     a.add_argument("--writers", type=int, default=1024, help="texts written at once")
     a.add_argument("--own", type=int, default=6, help="batches of own text to train on")
     a.add_argument("--pool", type=int, default=12288, help="rows pooled at most")
+    a.add_argument("--shared", type=Path, help="folder of --parts runs that write text together")
+    a.add_argument("--part", type=int, default=0, help="which of them this one is")
+    a.add_argument("--parts", type=int, default=1)
     a.add_argument("--steps", type=int, help="training steps at most")
     a.add_argument("--rate", type=float, default=1.0, help="multiplies every learning rate")
     a.add_argument("--n", type=int, default=80, help="evaluation texts a kind and temperature")
@@ -202,7 +220,10 @@ class Head:
         seed: int,
     ):
         self.name, self.ops, self.config = name, ops, config
+        self.markov = name not in ("parallel", "autoregressive")
         extra = ()
+        if name == "parallel":
+            self.config = draft_ablation.parallel_config(config)
         if name == "autoregressive":
             self.config = draft_ablation.autoregressive_config(config)
             extra = (draft_ablation.join_leaf(config),)
@@ -214,9 +235,35 @@ class Head:
         self.join = weights.get(draft_ablation.JOIN)
 
     def __call__(self, anchors: Anchors) -> tuple[torch.Tensor, torch.Tensor]:
+        """(logits [R, B, V], raw confidence [R, B])."""
+        logits, seen = self.read(anchors)
+        return logits, raw_confidence(self.draft, seen)
+
+    def read(self, anchors: Anchors) -> tuple[torch.Tensor, torch.Tensor]:
+        """(logits [R, B, V], what the confidence is read from [R, B, F])."""
         if self.name == "autoregressive":
             return draft_ablation.autoregressive(self.draft, self.join, self.ops, anchors)
-        return teacher_forced(self.draft, self.ops, anchors, self.name == "dspark")
+        return teacher_forced(self.draft, self.ops, anchors, self.markov)
+
+    @torch.no_grad()
+    def take(self, path: Path) -> None:
+        """The stages of a checkpoint."""
+        stored = load_weights(open_checkpoint(path), self.p.device)
+        values = {
+            name: codec.unpack(value, torch.float32) if isinstance(value, Packed) else value
+            for name, value in stored.items()
+        }
+        values["router_bias"] = torch.stack(
+            [stored[f"mtp.{s}.ffn.gate.bias"] for s in range(len(self.config.stages))]
+        )
+        self.p.restore(values)
+
+    @torch.no_grad()
+    def set_confidence(self, weights: torch.Tensor) -> None:
+        """float32 [F]; also makes the next confidences read them."""
+        name = f"mtp.{len(self.config.stages) - 1}.confidence_head.proj.weight"
+        self.p.tensors[name].copy_(weights.view_as(self.p.tensors[name]))
+        self.p.refresh()
 
     def learn(self, anchors: Anchors) -> torch.Tensor:
         """One update; returns acceptance by slot."""
@@ -264,6 +311,19 @@ class Learner:
         self.set_rate(factor)
         self._step()
 
+    def pace(self) -> float:
+        """Seconds a step takes; they move nothing but momenta, which are then forgotten."""
+        steps = 30 if self.pool.tokens.is_cuda else 1
+        self.set_rate(0.0)
+        self.read()
+        begin = time.monotonic()
+        for _ in range(steps):
+            self._step()
+        self.read()
+        for head in self.heads:
+            head.optimiser.reset()
+        return (time.monotonic() - begin) / steps
+
     def read(self) -> dict[str, list[float]]:
         """Mean acceptance by slot since the last call; waits for the device."""
         mean = (self.accept / self.count.clamp_min(1.0)).tolist()
@@ -301,10 +361,11 @@ class Run:
 
     def __init__(self, args: argparse.Namespace):
         self.args, self.device = args, torch.device(args.device)
-        torch.manual_seed(args.seed)
         args.out.mkdir(parents=True, exist_ok=True)
-        given = {k: v for k, v in vars(args).items() if not isinstance(v, Path)}
+        paths = ("out", "model_dir", "data", "shared", "trained")
+        given = {k: v for k, v in vars(args).items() if k not in paths}
         self.results: dict[str, object] = {"arguments": given}
+        self.material: exercises.Material | None = None
         streams.unpack(args.data)
         checkpoint = open_checkpoint(args.model_dir)
         self.path = checkpoint.path
@@ -356,7 +417,17 @@ class Run:
             reader = Reader(self.model, memory, not args.no_graph)
             if reader.error:
                 self.say(f"reading is not recorded: {reader.error}")
-            pool = self._read(batches, own, reader)
+            pool = None if args.trained else self._read(batches, own, reader)
+        if pool is None:
+            heads = [self._trained(path) for path in args.trained]
+            self._export(heads[0])
+        else:
+            heads = self._learned(pool)
+        del pool
+        self._evaluate(heads, texts, reader)
+
+    def _learned(self, pool: Pool) -> list[Head]:
+        args = self.args
         heads = [
             Head(name, self.config, self.model, self.ops, self.device, args.seed)
             for name in args.heads.split(",")
@@ -364,10 +435,20 @@ class Run:
         sizes = {head.name: head.p.master.numel() for head in heads}
         self.say(f"parameters {sizes}")
         self.note("parameters", sizes)
+        torch.manual_seed(args.seed)
         self._train(heads, pool)
-        self._export(heads)
-        del pool
-        self._evaluate(heads, texts, reader)
+        for head in heads:
+            if head.name == "dspark":
+                self._export(head)
+        return heads
+
+    def _trained(self, path: Path) -> Head:
+        checkpoint = open_checkpoint(path)
+        name = "dspark" if path == self.args.trained[0] else str(path)
+        head = Head(name, checkpoint.config, self.model, self.ops, self.device, 0)
+        head.take(path)
+        self.config_dict = checkpoint.config_dict if name == "dspark" else self.config_dict
+        return head
 
     # the backbone's own text
 
@@ -377,36 +458,87 @@ class Run:
         writer = Writer(self.model, memory, args.length, not args.no_graph)
         if writer.error:
             self.say(f"writing is not recorded: {writer.error}")
-        prompts = self._prompts()[: args.writers]
-        rows = np.full((len(prompts), args.length + 1), EOS, np.int64)
-        for row, text in zip(rows, prompts, strict=True):
+        prompts = self._prompts()[: args.writers * args.parts]
+        mine = prompts[args.part :: args.parts]
+        rows = np.full((len(mine), args.length + 1), EOS, np.int64)
+        for row, text in zip(rows, mine, strict=True):
             row[: len(text["prompt"])] = text["prompt"]
-        lengths = np.array([len(text["prompt"]) for text in prompts])
-        temperatures = np.array([text["temperature"] for text in prompts], np.float32)
+        lengths = np.array([len(text["prompt"]) for text in mine])
+        temperatures = np.array([text["temperature"] for text in mine], np.float32)
         # Half of the writing time at most: without a graph the texts are shorter.
+        torch.manual_seed(args.seed + args.part)
         tokens, written = writer.write(rows, lengths, temperatures, self.until(0.16))
-        for text, row in zip(prompts, tokens, strict=True):
-            text["row"], text["written"] = row, written
-        self.say(f"{len(prompts)} evaluation texts, {written} tokens long")
-        rng = np.random.default_rng(args.seed)
-        own: list[tuple[np.ndarray, np.ndarray]] = []
-        for _ in range(args.own):
-            if time.monotonic() > self.until(0.24):
-                break
+        self.say(f"{len(mine)} evaluation texts, {written} tokens long")
+        answers = {"rows": tokens, "written": np.array(written)}
+        for number in range(args.own * args.parts):
+            # Every part draws all batches and continues its own: later rows are the same for all.
             parts = [next(batches) for _ in range(-(-args.writers // args.batch))]
+            if number % args.parts != args.part or time.monotonic() > self.until(0.24):
+                continue
+            rng = np.random.default_rng((args.seed, number))
             rows = np.concatenate([p[0] for p in parts])[: args.writers].astype(np.int64)
             weights = np.concatenate([p[1] for p in parts])[: args.writers]
+            talk = int(TALK * len(rows))
+            rows[:talk], weights[:talk] = self._conversations(talk, number)
             lengths, code = cut_prompts(weights, args.length, rng)
             warmth = rng.choice(TEMPERATURES, len(rows)).astype(np.float32)
             tokens, written = writer.write(rows, lengths, warmth, self.until(0.26))
             first = in_answer(tokens) | code[:, None]
             first &= np.arange(tokens.shape[1]) > lengths[:, None]
-            own.append((tokens, may_anchor(first, written)))
+            answers[f"tokens {number}"] = tokens.astype(np.int32)
+            answers[f"allowed {number}"] = may_anchor(first, written)
             self.say(
                 f"{len(rows)} texts of its own, {written} tokens long,"
-                f" {int(own[-1][1].sum())} anchors"
+                f" {int(answers[f'allowed {number}'].sum())} anchors"
             )
-        return prompts, own
+        own: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        for part, found in enumerate(self._exchange("text", answers)):
+            for text, row in zip(prompts[part :: args.parts], found["rows"], strict=True):
+                text["row"], text["written"] = row, int(found["written"])
+            for name in found:
+                if name.startswith("tokens "):
+                    number = int(name.removeprefix("tokens "))
+                    tokens, allowed = found[name], found[f"allowed {number}"]
+                    own[number] = (tokens.astype(np.int64), allowed)
+        return prompts, [own[number] for number in sorted(own)]
+
+    def _exchange(self, name: str, mine: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
+        """What every part gave under the name, in their order; waits for the others."""
+        args, shared = self.args, self.args.shared
+        if args.parts == 1:
+            return [mine]
+        shared.mkdir(parents=True, exist_ok=True)
+        partial = shared / f"{name}.{args.part}.partial"
+        with partial.open("wb") as f:
+            np.savez(f, **mine)
+        partial.rename(shared / f"{name}.{args.part}.npz")
+        out = []
+        for part in range(args.parts):
+            path = shared / f"{name}.{part}.npz"
+            while not path.exists():
+                if time.monotonic() > self.until(0.4):
+                    raise TimeoutError(f"part {part} gave no {name}")
+                time.sleep(0.05)
+            with np.load(path) as found:
+                out.append(dict(found))
+        return out
+
+    def _conversations(self, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+        """(ids int64 [count, T + 1], weights) of rows of short conversations."""
+        if self.material is None:
+            self.material = streams.training_material(self.args.data)
+        rng = random.Random(f"draft conversations {self.args.seed} {seed}")
+        rows, weights = [], []
+        for _ in range(count):
+            ids: list[int] = []
+            codes: list[int] = []
+            while len(ids) <= self.args.length:
+                segments = exercises.chat_short(rng, self.material).segments()
+                more = exercises.encode_segments(self.material.vocabulary, segments)
+                ids, codes = ids + more[0], codes + more[1]
+            rows.append(ids[: self.args.length + 1])
+            weights.append(np.array(WEIGHTS, np.float32)[codes[: self.args.length + 1]])
+        return np.array(rows, np.int64).reshape(count, -1), np.array(weights).reshape(count, -1)
 
     def _prompts(self) -> list[dict]:
         """Held-out prompts of every kind at temperature 0 and 1, in an order of equal shares."""
@@ -478,15 +610,23 @@ class Run:
         args = self.args
         learner = Learner(args, heads, self.model, self.ops, pool)
         self.say(f"step is not recorded: {learner.error}" if learner.error else "step is ready")
-        begin, end = time.monotonic(), self.until(0.87)
+        end = self.until(0.89)
+        limit = args.steps
+        if args.parts > 1:
+            # The slowest part says how many steps all take.
+            paces = self._exchange("pace", {"pace": np.array(learner.pace())})
+            pace = max(float(p["pace"]) for p in paces)
+            limit = limit or int(0.98 * (end - time.monotonic()) / pace)
+            self.say(f"{limit} steps at {[round(float(p['pace']), 4) for p in paces]} s")
+        begin = time.monotonic()
         history: list[dict] = []
         events: list[torch.cuda.Event] = []
         step, shown = 0, begin
-        while time.monotonic() < end and (args.steps is None or step < args.steps):
+        while time.monotonic() < end and (limit is None or step < limit):
             now = time.monotonic()
             progress = (now - begin) / max(end - begin, 1e-6)
-            if args.steps is not None:
-                progress = max(progress, step / args.steps)
+            if limit is not None:
+                progress = step / limit
             fall = 1.0 - 0.98 * max(0.0, (progress - 0.4) / 0.6)
             learner(args.rate * fall * min(1.0, (step + 1) / 50))
             step += 1
@@ -511,19 +651,19 @@ class Run:
             "anchors": step * args.batch * args.anchors, "history": history,
         })  # fmt: skip
 
-    def _export(self, heads: list[Head]) -> None:
+    def _export(self, head: Head) -> None:
         """The checkpoint with stages; the other drafters leave nothing but their figures."""
-        stages = [head for head in heads if head.name == "dspark"]
-        if not stages:
-            return
-        snapshot = Parameters.exported(stages[0].p.snapshot(), "draft")
-        folder = write_checkpoint(
-            self.args.out / "checkpoint",
+        snapshot = Parameters.exported(head.p.snapshot(), "draft")
+        folder, partial = self.args.out / "checkpoint", self.args.out / "checkpoint.partial"
+        write_checkpoint(
+            partial,
             self.config_dict,
             {**self.stored, **snapshot},
             tokenizer_json=(self.path / "tokenizer.json").read_text(encoding="utf-8"),
             token_map=self.token_ids,
         )
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
         sizes = {f.name: f.stat().st_size for f in sorted(folder.iterdir())}
         self.say(f"{folder}: {sum(sizes.values()) / 1e6:.2f} MB, {sizes}")
         self.note("checkpoint", {"bytes": sum(sizes.values()), "files": sizes})
@@ -537,6 +677,14 @@ class Run:
                 self._measure_end(text)
             texts = [text for text in texts if text["count"] > 0]
             judged = self._judge(heads, texts, reader)
+            self.note("texts", [
+                {"kind": t["kind"], "temperature": t["temperature"], "tokens": t["count"]}
+                | {
+                    h.name: round(draft_quality.walk(t[h.name][0], t["count"])[0], 3)
+                    for h in heads
+                }
+                for t in judged
+            ])  # fmt: skip
             self.note("quality", self._tables(heads, judged))
         except Exception:  # noqa: BLE001 - see above
             traceback.print_exc()
@@ -574,28 +722,38 @@ class Run:
             )
             warm = torch.tensor([t["temperature"] > 0 for t in part], device=self.device)
             for head in heads:
-                accept, logit = self._accepted(head, anchors)
+                accept, chance, logit, seen = self._accepted(head, anchors)
                 accept = accept.view(args.batch, count, 2, SLOTS)[: len(part)]
                 chosen = torch.where(warm.view(-1, 1, 1), accept[:, :, 1], accept[:, :, 0])
                 chosen = chosen.double().cpu().numpy()
+                chance = chance.view(args.batch, count, SLOTS).double().cpu().numpy()
                 logit = logit.view(args.batch, count, SLOTS).double().cpu().numpy()
-                for text, a, c in zip(part, chosen, logit, strict=False):
+                for text, a, b, c in zip(part, chosen, chance, logit, strict=False):
                     size = text["count"]
-                    text[head.name] = (a[:size], c[:size])
+                    text[head.name] = (a[:size], b[:size], c[:size])
+                for i, text in enumerate(part):
+                    if text["temperature"] == 1.0:
+                        # Places with all slots within the text, as `States` counts them.
+                        room = max(0, text["count"] - SLOTS + 1)
+                        text[f"{head.name} seen"] = seen[i * count : i * count + room].cpu()
             done += part
         return done
 
-    def _accepted(self, head: Head, anchors: Anchors) -> tuple[torch.Tensor, torch.Tensor]:
-        """(chance that each next token is accepted, greedy and at temperature 1, [R, 2, B], raw
-        confidence [R, B])."""
+    def _accepted(self, head: Head, anchors: Anchors) -> tuple[torch.Tensor, ...]:
+        """(chance that each next token is accepted, greedy and at temperature 1, [R, 2, B], chance
+        that a drawn one would be at temperature 1, [R, B], raw confidence [R, B], what that is read
+        from [R, B, F])."""
         self.ops.start()
-        logits, confidence = head(anchors)
+        logits, seen = head.read(anchors)
+        confidence = raw_confidence(head.draft, seen)
         wanted = anchors.tokens[:, 1:]
         greedy = (logits.argmax(-1) == wanted).float()
         q = torch.log_softmax(logits.float(), -1).gather(-1, wanted.unsqueeze(-1)).squeeze(-1)
         p = torch.log_softmax(anchors.teacher.float(), -1)
         p = p.gather(-1, wanted.unsqueeze(-1)).squeeze(-1)
-        return torch.stack((greedy, (q - p).exp().clamp_max(1.0)), 1), confidence
+        drawn = (q - p).exp().clamp_max(1.0)
+        chance = accepted(logits, anchors.teacher)
+        return torch.stack((greedy, drawn), 1), chance, confidence, seen
 
     def _tables(self, heads: list[Head], texts: list[dict]) -> dict[str, object]:
         out: dict[str, object] = {}
@@ -613,18 +771,54 @@ class Run:
                     for head in heads
                 }
                 out[f"{name} {kind}"] = row
-                lengths = {head: r["accepted_length"] for head, r in row.items()}
+                lengths = {h: (r["accepted_length"], r["interval"]) for h, r in row.items()}
                 self.say(f"{name} {kind}: {len(chosen)} texts, {sum(counts)} tokens, {lengths}")
         warm = [t for t in texts if t["temperature"] == 1.0]
         for head in heads:
             if len(warm) > 1:
-                found = draft_quality.calibration(
-                    [t[head.name][1] for t in warm], [t[head.name][0] for t in warm],
-                    [t["count"] for t in warm],
-                )  # fmt: skip
+                accepts, chances, logits = zip(*(t[head.name] for t in warm), strict=True)
+                counts, kinds = [t["count"] for t in warm], [t["kind"] for t in warm]
+                states = draft_quality.States.of(logits, accepts, chances, counts)
+                found = draft_quality.calibration(states, kinds)
                 out[f"confidence {head.name}"] = found
                 self.say(f"confidence {head.name}: {found}")
+                seen = torch.cat([t[f"{head.name} seen"] for t in warm])
+                found = draft_quality.calibration(self._refit(head, states, seen), kinds)
+                out[f"refitted {head.name}"] = found
+                self.say(f"refitted {head.name}: {found}")
+                if head.name == "dspark":
+                    self._export(head)
+                    self._calibrate(found)
         return out
+
+    def _refit(
+        self, head: Head, states: draft_quality.States, seen: torch.Tensor
+    ) -> draft_quality.States:
+        """The confidences fitted anew to where steps of every second text stand: training draws
+        its anchors evenly, from colder text too."""
+        places = torch.from_numpy(states.text % 2 == 0)
+        weights = fit_confidence(
+            seen[places].flatten(0, 1).to(self.device),
+            torch.from_numpy(states.chance)[places].flatten().to(self.device),
+            torch.from_numpy(states.reach)[places].flatten().to(self.device),
+        )
+        head.set_confidence(weights)
+        with torch.no_grad():
+            parts = [
+                raw_confidence(head.draft, part.to(self.device)).double().cpu()
+                for part in seen.split(8192)
+            ]
+        return replace(states, logit=torch.cat(parts).numpy())
+
+    def _calibrate(self, found: dict) -> None:
+        """Leaves the temperatures beside the stages."""
+        value = {
+            "schema": "deepinfer.calibration/1", "temperatures": found["temperatures"],
+            "samples": found["fitted_on"],
+            "ece": {"before": found["all"]["ece_raw"], "after": found["all"]["ece"]},
+        }  # fmt: skip
+        path = self.args.out / "checkpoint" / "confidence_temperatures.json"
+        path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -1,9 +1,10 @@
-"""The drafter that DSpark is compared with: one layer, run once per drafted token.
+"""The drafters that DSpark is compared with: without a Markov head, and one token at a time.
 
-Comes in: the same anchors as for the draft block. Goes out: the same logits. Its layer reads the
-newest token beside the hidden state before it (the projected targets at first, then its own
-output) and attends to the same context keys; equal in parameters by more experts. It has no place
-in a checkpoint and must not know training.
+Comes in: the same anchors as for the draft block. Goes out: the same logits. *Parallel* is the same
+block whose slots do not know each other's tokens. *Autoregressive* is one layer, run once per
+drafted token: it reads the newest token beside the hidden state before it (the projected targets
+at first, then its own output) and attends to the same context keys. Both are equal to DSpark in
+parameters by more experts. They have no place in a checkpoint and must not know training.
 """
 
 from __future__ import annotations
@@ -25,6 +26,12 @@ from examples.train_tiny.parameters import Leaf
 JOIN = "mtp.0.join.weight"
 
 
+def parallel_config(config: ModelConfig) -> ModelConfig:
+    """The stages of ``config`` with more experts in place of the Markov head, whose tensors have
+    rank 1 and stay unused."""
+    return _filled(replace(config, dspark_markov_rank=1), _size(config))
+
+
 def autoregressive_config(config: ModelConfig) -> ModelConfig:
     """One stage, with as many experts as make it as large as the stages of ``config``; its Markov
     tensors have rank 1 and stay unused."""
@@ -35,11 +42,14 @@ def autoregressive_config(config: ModelConfig) -> ModelConfig:
         dspark_n_routed_experts=config.dspark_num_experts_per_tok,
         dspark_markov_rank=1,
     )
-    hidden = config.hidden_size
-    expert = (3 * config.moe_intermediate_size + 1) * hidden  # its matrices and its router row
-    room = _size(config) - _size(one) - 2 * hidden * hidden
-    experts = one.dspark_n_routed_experts + max(0, round(room / expert))
-    return replace(one, dspark_n_routed_experts=experts)
+    return _filled(one, _size(config) - 2 * config.hidden_size**2)
+
+
+def _filled(config: ModelConfig, size: int) -> ModelConfig:
+    """With as many experts more as bring the stages to about ``size`` parameters."""
+    expert = (3 * config.moe_intermediate_size + 1) * config.hidden_size  # and its router row
+    more = round((size - _size(config)) / (expert * config.num_nextn_predict_layers))
+    return replace(config, dspark_n_routed_experts=config.dspark_n_routed_experts + max(0, more))
 
 
 def _size(config: ModelConfig) -> int:
@@ -70,7 +80,8 @@ class _Steps:
 def autoregressive(
     draft: Draft, join, ops: DraftOps, anchors: Anchors
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(logits [R, B, V], raw confidence [R, B]) with the true token before every step."""
+    """(logits [R, B, V], what the confidence is read from [R, B, H + 1]) with the true token before
+    every step."""
     config, eps = draft.config, draft.config.rms_norm_eps
     targets = anchors.targets.flatten(0, 1)
     contexts = draft.context(targets, anchors.positions)
@@ -98,5 +109,4 @@ def autoregressive(
         hidden.append(x)
         logits.append(ops.linear_f32(g, draft.head))
     x = torch.stack(hidden, 1)
-    e = x.new_zeros(x.shape[0] * x.shape[1], config.dspark_markov_rank)
-    return torch.stack(logits, 1), draft.confidence(x.flatten(0, 1), e).view(x.shape[:2])
+    return torch.stack(logits, 1), torch.cat((x, x.new_zeros(*x.shape[:2], 1)), -1)

@@ -17,7 +17,7 @@ from deepinfer.model.draft import Draft
 from examples.train_tiny.frozen import DraftOps
 from examples.train_tiny.ops import StraightThrough
 
-GAMMA = 4.0  # slots count e^{-(k - 1) / gamma}, k = 1 .. B
+LEAST = 0.05  # what a slot is worth that is never reached
 WEIGHTS = {"ce": 0.1, "tv": 0.9, "confidence": 1.0}
 
 
@@ -103,7 +103,8 @@ class _Gather(torch.autograd.Function):
 def teacher_forced(
     draft: Draft, ops: DraftOps, anchors: Anchors, markov: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(logits [R, B, V], raw confidence [R, B]) with the true token before every slot.
+    """(logits [R, B, V], what the confidence is read from [R, B, H + rank]) with the true token
+    before every slot.
 
     Without ``markov`` the slots do not know each other's tokens: no bias, and the confidence sees
     the hidden state alone.
@@ -118,14 +119,60 @@ def teacher_forced(
         logits = logits + draft.bias(e).view(logits.shape)
     else:
         e = x.new_zeros(x.shape[0] * slots, config.dspark_markov_rank)
-    confidence = draft.confidence(x.flatten(0, 1), e)
-    return logits, confidence.view(-1, slots)
+    return logits, torch.cat((x, e.view(x.shape[0], slots, -1)), -1)
 
 
-def slot_weights(slots: int, device: torch.device) -> torch.Tensor:
-    """float32 [B], sum 1, falling as e^{-(k - 1) / 4}."""
-    falling = torch.exp(-torch.arange(slots, device=device) / GAMMA)
-    return falling / falling.sum()
+def raw_confidence(draft: Draft, seen: torch.Tensor) -> torch.Tensor:
+    """float32 [R, B] from what `teacher_forced` gave."""
+    flat, hidden = seen.flatten(0, 1), draft.config.hidden_size
+    return draft.confidence(flat[:, :hidden], flat[:, hidden:]).view(seen.shape[:2])
+
+
+def fit_confidence(
+    seen: torch.Tensor, chance: torch.Tensor, weight: torch.Tensor, steps: int = 60
+) -> torch.Tensor:
+    """float32 [F]: the confidence weights of least weighted cross entropy.
+
+    seen [N, F]; chance [N]: of acceptance; weight [N]. Convex; L-BFGS, on the device of ``seen``.
+    """
+    scale = seen.float().square().mean(0).sqrt().clamp_min(1e-6)
+    x = seen.float() / scale
+    chance, share = chance.to(x), weight.to(x) / weight.sum().to(x)
+    w = torch.zeros(x.shape[1], device=x.device, requires_grad=True)
+    optimiser = torch.optim.LBFGS([w], max_iter=steps, line_search_fn="strong_wolfe")
+
+    def loss() -> torch.Tensor:
+        optimiser.zero_grad()
+        each = F.binary_cross_entropy_with_logits(x @ w, chance, reduction="none")
+        value = (share * each).sum() + 1e-6 * w.square().sum()
+        value.backward()
+        return value
+
+    optimiser.step(loss)
+    return w.detach() / scale
+
+
+def slot_weights(accept: torch.Tensor) -> torch.Tensor:
+    """float32 [R, B], sum 1 a row: what a slot's acceptance is worth, without gradient.
+
+    accept [R, B]. The expected accepted length is sum_k prod_{j <= k} a_j; its derivative by a_k is
+    the chance that slot k is reached times the tokens that follow from it. ``LEAST`` keeps slots
+    learning that are not reached yet.
+    """
+    a = accept.detach()
+    slots = a.shape[1]
+    reach = F.pad(torch.cumprod(a[:, :-1], 1), (1, 0), value=1.0)
+    follows = [torch.ones_like(a[:, -1])]
+    for k in range(slots - 1, 0, -1):
+        follows.append(1.0 + a[:, k] * follows[-1])
+    worth = LEAST + reach * torch.stack(follows[::-1], 1) / slots
+    return worth / worth.sum(1, keepdim=True)
+
+
+def accepted(logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """float32 [...]: chance that a token drawn from the logits [..., V] stands, 1 - TV."""
+    q = torch.softmax(logits.float(), -1)
+    return 1 - 0.5 * (q - torch.softmax(teacher.float(), -1)).abs().sum(-1)
 
 
 def draft_loss(
@@ -144,5 +191,4 @@ def draft_loss(
     known = F.binary_cross_entropy_with_logits(confidence, accept, reduction="none")
     each = WEIGHTS["ce"] * ce + WEIGHTS["tv"] * tv + WEIGHTS["confidence"] * known
     share = (anchors.valid / anchors.valid.sum().clamp_min(1.0)).unsqueeze(-1)
-    weights = slot_weights(logits.shape[1], logits.device)
-    return (share * weights * each).sum(), (share * accept).sum(0)
+    return (share * slot_weights(accept) * each).sum(), (share * accept).sum(0)

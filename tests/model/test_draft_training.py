@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +25,14 @@ from deepinfer.checkpoint.synth import random_tensors, write_checkpoint  # noqa:
 from deepinfer.model.draft import Draft  # noqa: E402
 from deepinfer.model.transformer import Transformer  # noqa: E402
 from deepinfer.ops import registry  # noqa: E402
-from examples.train_tiny import configuration, draft, draft_parts, draft_quality  # noqa: E402
+from examples.train_tiny import (  # noqa: E402
+    configuration,
+    draft,
+    draft_ablation,
+    draft_compare,
+    draft_parts,
+    draft_quality,
+)
 from examples.train_tiny.frozen import DraftOps, frozen  # noqa: E402
 from examples.train_tiny.memory import SequenceMemory  # noqa: E402
 from examples.train_tiny.ops import Stored  # noqa: E402
@@ -141,7 +149,8 @@ def test_training_computes_what_the_draft_network_computes(world, tmp_path):
     with torch.no_grad():
         trained = Draft(world.config, p.weights(), world.ops, world.model.embed, world.model.head)
         world.ops.start()
-        got, sure = draft_parts.teacher_forced(trained, world.ops, anchors, markov=True)
+        got, seen = draft_parts.teacher_forced(trained, world.ops, anchors, markov=True)
+        sure = draft_parts.raw_confidence(trained, seen)
         tensors = {**world.stored, **Parameters.exported(p.snapshot(), "draft")}
         folder = write_checkpoint(
             tmp_path / "model", world.config_dict, tensors, token_map=list(range(256))
@@ -187,8 +196,14 @@ def test_drafters_are_equal_in_parameters(world):
         ).p.master.numel()
         for name in draft.HEADS
     }
-    assert sizes["dspark"] == sizes["parallel"]
-    assert abs(sizes["autoregressive"] / sizes["dspark"] - 1) < 0.05
+    assert all(abs(size / sizes["dspark"] - 1) < 0.05 for size in sizes.values()), sizes
+
+
+def test_a_markov_head_is_made_up_for_by_experts(world):
+    config = replace(world.config, dspark_markov_rank=96)
+    other = draft_ablation.parallel_config(config)
+    assert (config.dspark_n_routed_experts, other.dspark_n_routed_experts) == (4, 8)
+    assert other.dspark_markov_rank == 1
 
 
 def test_the_context_ends_at_the_anchor(world):
@@ -255,11 +270,98 @@ def test_walk_of_certain_slots():
 def test_calibration_finds_the_temperature():
     rng = np.random.default_rng(1)
     logits = [rng.normal(0.5, 2.0, (150, 2)) for _ in range(80)]
-    accepts = [draft_quality.sigmoid(x / 2.0) for x in logits]
-    found = draft_quality.calibration(logits, accepts, [150] * 80)
-    assert all(1.7 < t < 2.4 for t in found["temperatures"]), found
-    assert all(b < a / 3 for a, b in zip(found["ece_raw"], found["ece"], strict=True)), found
+    chances = [draft_quality.sigmoid(x / 2.0) for x in logits]
+    accepts = [(rng.random(c.shape) < c).astype(float) for c in chances]
+    states = draft_quality.States.of(logits, accepts, chances, [150] * 80)
+    found = draft_quality.calibration(states, ["a", "b"] * 40)
+    assert all(1.9 < t < 2.1 for t in found["temperatures"]), found
+    # Products of confidences count what was accepted before them, which was drawn.
+    for name, part in (("ece", 20), ("noise", 20), ("survival", 3)):
+        pairs = zip(found["ece_raw"], found[name], strict=True)
+        assert all(b < a / part for a, b in pairs), (name, found)
+    # By the tokens that were drawn, the same confidences are off by what chance makes of them.
+    pairs = zip(found["drawn"], found["drawn_noise"], strict=True)
+    assert all(0.005 < b < 0.04 and a < 1.6 * b for a, b in pairs), found
+    assert set(found["kinds"]) == {"b"}  # every second text is fitted on
     assert all(0.6 < a < 0.95 for a in found["auc"])
+
+
+def test_an_interval_holds_the_ratio():
+    rng = np.random.default_rng(2)
+    below = rng.uniform(1, 3, 300)
+    low, high = draft_quality.interval(2 * below, below)
+    assert low == high == 2.0
+    low, high = draft_quality.interval(2 * below * rng.uniform(0.5, 1.5, 300), below)
+    assert low < 2.0 < high and 0.05 < high - low < 0.25
+
+
+def test_a_slot_is_worth_what_its_acceptance_adds():
+    """The derivative of the expected accepted length."""
+    a = torch.rand(7, 5, dtype=torch.float64, requires_grad=True)
+    torch.cumprod(a, 1).sum().backward()
+    want = draft_parts.LEAST + a.grad / 5
+    got = draft_parts.slot_weights(a)
+    assert torch.allclose(got, want / want.sum(1, keepdim=True))
+    assert not got.requires_grad
+
+
+def test_confidence_weights_are_found_again():
+    generator = torch.Generator().manual_seed(0)
+    seen = torch.randn(4000, 6, generator=generator) * torch.tensor([1.0, 30, 0.1, 2, 1, 1])
+    want = torch.tensor([0.5, -0.05, 8.0, 0.0, 1.0, -1.0])
+    weight = torch.rand(4000, generator=generator)
+    got = draft_parts.fit_confidence(seen, torch.sigmoid(seen @ want), weight)
+    assert torch.allclose(got, want, rtol=0.02, atol=0.01), got
+
+
+def test_stages_are_taken_from_a_checkpoint(world, tmp_path):
+    device = torch.device("cpu")
+    one = draft.Head("dspark", world.config, world.model, world.ops, device, 0)
+    one.p.router_bias.normal_(std=0.1)
+    tensors = {**world.stored, **Parameters.exported(one.p.snapshot(), "draft")}
+    path = write_checkpoint(
+        tmp_path / "model", world.config_dict, tensors, token_map=list(range(256))
+    )
+    other = draft.Head("dspark", world.config, world.model, world.ops, device, 1)
+    other.take(path)
+    anchors = world.anchors()
+    with torch.no_grad():
+        pairs = zip(one(anchors), other(anchors), strict=True)
+        assert all(torch.allclose(a, b, atol=0.05) for a, b in pairs)  # float32 leaves: bf16
+        other.set_confidence(torch.zeros(64 + 8))
+        logits, sure = other(anchors)
+    assert not sure.any() and torch.allclose(logits, one(anchors)[0], atol=0.05)
+
+
+def test_parts_give_each_other_their_texts(tmp_path):
+    runs = []
+    for part in range(2):
+        run = object.__new__(draft.Run)
+        run.args = draft.arguments(
+            ["--out", str(tmp_path), "--shared", str(tmp_path / "shared"), "--parts", "2"]
+            + ["--part", str(part), "--seconds", "1e9"]
+        )
+        runs.append(run)
+    with ThreadPoolExecutor() as pool:
+        values = [{"rows": np.full(3, part)} for part in range(2)]
+        found = list(pool.map(lambda run, mine: run._exchange("text", mine), runs, values))
+    for parts in found:
+        assert [p["rows"].tolist() for p in parts] == [[0, 0, 0], [1, 1, 1]]
+
+
+def test_comparison_of_runs():
+    def run(**steps):
+        rows = [{"kind": "code", "temperature": 0.0, "tokens": 12} for _ in range(2)]
+        return {"texts": [r | {n: s[i] for n, s in steps.items()} for i, r in enumerate(rows)]}
+
+    files = [run(dspark=(2.0, 4.0)), run(dspark=(4.0, 8.0), parallel=(3.0, 3.0))]
+    row = draft_compare.table(*draft_compare.gather(files))["greedy code"]
+    assert row["accepted_length"] == {"dspark": 4.0, "dspark 1": 2.0, "parallel": 4.0}
+    assert row["ratio"]["dspark 1"] == [2.0, 2.0, 2.0]
+    assert row["ratio"]["parallel"][0] == 1.0
+    files[1]["texts"][0]["tokens"] = 13
+    with pytest.raises(ValueError, match="same texts"):
+        draft_compare.gather(files)
 
 
 def test_auc_of_an_order():
