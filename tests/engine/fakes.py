@@ -1,7 +1,8 @@
 """A scripted model, a byte tokenizer and an engine around them: the test decides every logit.
 
 Tables (prefix -> logits) stand in for the network, so that a test of the loop needs no weights and
-knows the right answer. Also the target half of the "scripted pair" of the hard inputs.
+knows the right answer. With a second table for the drafts it is the "scripted pair" of the hard
+inputs.
 """
 
 from __future__ import annotations
@@ -13,15 +14,20 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from deepinfer.core.step import StepPlan
+from deepinfer.core.step import Chunk, StepPlan
 from deepinfer.engine.assembly import Parts, Sizes
 from deepinfer.engine.engine import LLM
+from deepinfer.kvcache.draft import DraftRequest
+from deepinfer.speculative.schedule import DraftRules
+from deepinfer.speculative.timing import StepTimes
 from deepinfer.tokenizer.tokenizer import Tokenizer, _byte_alphabet
 
 BOS, EOS, PAD, THINK = 256, 257, 258, 259
 VOCAB = 260
 
 Script = Callable[[tuple[int, ...]], Sequence[float]]
+DraftScript = Callable[[tuple[int, ...], int], tuple[Sequence[float], float]]
+"""(prefix with the drafts before, number of the draft) -> its logits and raw confidence logit."""
 
 
 class ScriptedRunner:
@@ -45,6 +51,7 @@ class ScriptedRunner:
             if chunk.start == 0:
                 self.slots[chunk.slot] = []
             tokens = self.slots[chunk.slot]
+            self._roll_back(chunk)
             assert len(tokens) == chunk.start, "a chunk must continue its slot"
             assert len(chunk.pages) == -(-chunk.end // self.page_tokens), "pages cover the rows"
             assert not used & set(chunk.pages), "a page has one owner"
@@ -59,6 +66,61 @@ class ScriptedRunner:
         if self.hook:
             self.hook(len(self.plans), logits)
         return logits
+
+    def _roll_back(self, chunk: Chunk) -> None:
+        assert not chunk.drafts, "drafts without a drafter"
+
+
+class ScriptedPair(ScriptedRunner):
+    """The same with a drafter, `draft(prefix, i)`, whose block is as long as `block` says.
+
+    A chunk may begin before the end of its slot, but only among the drafts of the last one.
+    `blocks` records the (requests, slots asked for) of each draft pass.
+    """
+
+    def __init__(
+        self, script: Script, draft: DraftScript, page_tokens: int = 4, block: int = 5
+    ) -> None:
+        super().__init__(script, page_tokens)
+        self.draft, self.block = draft, block
+        self.certain: dict[int, int] = {}
+        self.blocks: list[ScriptedBlock] = []
+
+    def _roll_back(self, chunk: Chunk) -> None:
+        tokens = self.slots[chunk.slot]
+        if chunk.start:
+            assert self.certain[chunk.slot] <= chunk.start, "what is certain was taken back"
+        assert len(tokens) - chunk.start <= self.block, "longer than a block"
+        assert 0 <= chunk.drafts <= self.block and chunk.certain > chunk.start
+        assert not chunk.drafts or chunk.logits == len(chunk.token_ids), "a row for each draft"
+        del tokens[chunk.start :]
+        self.certain[chunk.slot] = chunk.certain
+
+    def draft_block(self, requests: Sequence[DraftRequest]) -> ScriptedBlock:
+        block = ScriptedBlock(self, requests)
+        self.blocks.append(block)
+        return block
+
+
+class ScriptedBlock:
+    def __init__(self, pair: ScriptedPair, requests: Sequence[DraftRequest]) -> None:
+        assert len({request.slot for request in requests}) == len(requests)
+        self.pair, self.requests, self.slots = pair, tuple(requests), 0
+        self.prefixes = []
+        for request in requests:
+            tokens = pair.slots[request.slot]
+            assert 0 <= request.first <= request.last + 1 <= len(tokens), "context must be there"
+            assert pair.certain[request.slot] <= request.last + 1
+            self.prefixes.append((*tokens[: request.last + 1], request.anchor))
+
+    def slot(self, i: int, tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        assert i == self.slots < self.pair.block, "slot after slot"
+        self.slots += 1
+        if i:
+            self.prefixes = [(*p, token) for p, token in zip(self.prefixes, tokens, strict=True)]
+        assert [prefix[-1] for prefix in self.prefixes] == list(tokens)
+        rows, raw = zip(*(self.pair.draft(prefix, i) for prefix in self.prefixes), strict=True)
+        return torch.tensor(np.array(rows, dtype=np.float32)), torch.tensor(raw)
 
 
 def one_hot(token: int, vocab: int = VOCAB, high: float = 10.0) -> list[float]:
@@ -128,26 +190,40 @@ def engine(
     chunk: int = 64,
     vocab: int = VOCAB,
     eos: int = EOS,
+    draft: DraftScript | None = None,
+    rules: DraftRules | None = None,
+    times: StepTimes | None = None,
     **more: object,
 ) -> LLM:
-    """An engine around a script; `engine(...).parts.runner` is the ScriptedRunner."""
+    """An engine around a script; `engine(...).parts.runner` is the ScriptedRunner.
+
+    draft: of a ScriptedPair. rules: None for blocks of five drafts, by rejection.
+    """
+    runner = ScriptedRunner(script, page_tokens)
+    if draft is not None:
+        runner = ScriptedPair(script, draft, page_tokens)
+        rules = rules or DraftRules(length=5)
     parts = Parts(
-        runner=ScriptedRunner(script, page_tokens),
+        runner=runner,
         tokenizer=tokenizer,
         vocab_size=vocab,
         eos_ids=(eos,),
         sizes=Sizes(slots, pages, page_tokens, max_model_len, max_rows, chunk),
+        drafting=rules,
+        times=times or StepTimes(),
     )
     return LLM.from_parts(parts, **more)
 
 
 def idle(llm: LLM) -> bool:
-    """Has everything come back: pages, slots, sequences?"""
-    policy = llm._policy
+    """Has everything come back: pages, window pages, slots, sequences, drafts?"""
+    policy, windows, drafter = llm._policy, llm._prefix.windows, llm._drafter
     return (
         policy.blocks.free == policy.blocks.total
+        and windows.free == windows.total
         and policy.slots_in_use == 0
         and not policy.running
         and not policy.waiting
         and not llm._running
+        and (drafter is None or not (drafter._held or drafter._judged or drafter._scores))
     )
