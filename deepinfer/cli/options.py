@@ -24,7 +24,7 @@ PANELS = (
 )  # fmt: skip
 _SHORT = {"model_dir": "-m"}
 _METAVAR = {
-    "model_dir": "DIR", "swa_keep": "N|full", "backend": "OP=NAME", "config": "FILE",
+    "model_dir": "DIR", "swa_keep": "N|full", "backend": "PAIR", "config": "FILE",
     "prefix_cache_dir": "DIR", "prefix_cache_bytes": "SIZE", "mtp_threshold": "X",
 }  # fmt: skip
 _SPELLED_OUT = ("accelerator", "replay_mode", "verify", "dtype", "log_level")

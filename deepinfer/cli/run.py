@@ -53,7 +53,7 @@ def command(
         typer.Argument(
             metavar="PROMPT",
             rich_help_panel="Input",
-            help="Text to continue; - reads stdin. Piped stdin is put below it.",
+            help="Text to continue; - is stdin; a pipe goes below it.",
         ),
     ] = None,
     prompt_text: Annotated[

@@ -58,7 +58,7 @@ TopP = Annotated[
 TopK = Annotated[
     int | None,
     _option(
-        "--top-k", metavar="K", min=0, help="Keep the K likeliest tokens; 0 = off. Default: 0."
+        "--top-k", metavar="K", min=0, help="The K likeliest only; 0 = off. Default: 0."
     ),
 ]
 MinP = Annotated[
@@ -78,7 +78,7 @@ Seed = Annotated[
         "--seed",
         metavar="N",
         min=0,
-        help="Repeat an answer. Default: random, and shown with the answer.",
+        help="Repeat an answer. Default: random.",
     ),
 ]
 Stop = Annotated[

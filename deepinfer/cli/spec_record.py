@@ -58,11 +58,11 @@ def write_calibration(found: Calibration, path: Path) -> dict[str, Any]:
 
     Raises OSError.
     """
-    from deepinfer.speculative import calibration
+    from deepinfer.speculative import temperatures
 
     before, after = found.ece
     document = {
-        "schema": calibration.SCHEMA,
+        "schema": temperatures.SCHEMA,
         "temperatures": list(found.temperatures),
         "samples": sum(found.counts),
         "ece": {"before": before, "after": after},

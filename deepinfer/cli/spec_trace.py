@@ -160,7 +160,7 @@ def command(
 
         trace = traced(output, asked, check)
         if calibrate and calibration is None:
-            from deepinfer.speculative.calibration import FILE
+            from deepinfer.speculative.temperatures import FILE
 
             calibration = asked.folder / FILE
     return _deliver(

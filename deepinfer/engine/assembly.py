@@ -17,8 +17,8 @@ from deepinfer.core.step import StepPlan
 from deepinfer.errors import CapacityError, CheckpointError, UsageError
 from deepinfer.kvcache.prefix import Reuse, Tier
 from deepinfer.replay.plan import ReplayRule
-from deepinfer.speculative.calibration import read_temperatures
 from deepinfer.speculative.schedule import DraftRules
+from deepinfer.speculative.temperatures import read_temperatures
 from deepinfer.speculative.timing import StepTimes
 from deepinfer.tokenizer.tokenizer import Tokenizer
 

@@ -295,6 +295,8 @@ class LLM:
         for answer in call.answers:
             if answer.result is None:
                 self._finish(answer, call, FinishReason.ABORT)
+        if self._drafter and not self._running:
+            self._drafter.reset()
         self._persist()
 
     def _finish(
@@ -346,9 +348,13 @@ class LLM:
     def _draft(self, step: Step, started: float) -> None:
         """Draft for the requests of a step that go on."""
         judged = self._clock()
-        going = [sequence for sequence in step.sequences if sequence in self._running]
         self._drafter.draft(
-            [self._running[sequence][0] for sequence in going if sequence.pending == 1]
+            [
+                self._running[sequence][0]
+                for sequence in step.sequences
+                # The last token of a prompt can be pending too.
+                if sequence in self._running and sequence.pending == 1 and sequence.generated
+            ]
         )
         pure = all(chunk.certain - chunk.start == 1 for chunk in step.plan.chunks)
         self._drafter.ended(step.plan.rows, judged - started, self._clock() - judged, pure)

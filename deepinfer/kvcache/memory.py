@@ -220,7 +220,7 @@ class StepMemory:
 
     def _groups(self, ratio: int) -> _Groups:
         rollback = self.pools.rollback
-        ring = ratio - 1 + rollback
+        ring = ratio - 1 + rollback if ratio > 1 else 0  # a group of one row is never open
         per_page = self.pools.page_tokens // ratio
         size = len(self.chunks) * ring
         closed, first, entry, rows, slots, places = [], [], [], [], [], []

@@ -91,14 +91,13 @@ _USED = (
     ),
     Setting(
         "swa_keep", "DEEPINFER_YOCO_PREFILL_KEEP_TOKENS", "--swa-keep", kinds.keep, 140,
-        "Prompt tokens at the end that run through the decoder half; full = all", "Replay",
+        "Last prompt tokens, which run the decoder half; full = all", "Replay",
         official=True,
     ),
     Setting(
         "replay_mode", "DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE", "--replay-mode",
         kinds.choice("off", "mask", "compact"), "compact",
-        "How a prompt's older rows skip the decoder half; mask = same answer, no saving", "Replay",
-        official=True,
+        "How older rows skip the decoder half; mask saves nothing", "Replay", official=True,
     ),
     Setting(
         "max_rollback", "DEEPINFER_MAX_BACKTRACKING_TOKENS", "--max-rollback", kinds.whole(1), None,
@@ -107,8 +106,8 @@ _USED = (
     ),
     Setting(
         "mtp", "DEEPINFER_USE_NEXTN_DECODE", "--mtp", kinds.whole(0), 5,
-        "Longest draft; 0 = no speculation", "Speculation", official=True,
-        shown_default="what the checkpoint was trained for, else 0",
+        "Longest draft; 0 = no drafts", "Speculation", official=True,
+        shown_default="the checkpoint's",
     ),
     Setting(
         "mtp_varlen", "DEEPINFER_ENABLE_MTP_VARLEN", "--mtp-varlen", kinds.boolean, False,
@@ -117,7 +116,7 @@ _USED = (
     Setting(
         "verify", "DEEPINFER_VERIFY", "--verify", kinds.choice("rejection", "coupled"), "rejection",
         "Rule that accepts drafts", "Speculation",
-        shown_default="rejection; coupled when batch-invariant",
+        advanced=True, shown_default="rejection; coupled when batch-invariant",
     ),
     Setting(
         "mtp_threshold", "DEEPINFER_MTP_THRESHOLD", "--mtp-threshold", kinds.number(0.0, 1.0), None,
@@ -142,7 +141,7 @@ _USED = (
     Setting(
         "backend", "DEEPINFER_OP_BACKEND", "--backend", kinds.backends, {},
         "Back end of an operation, OP=NAME; all=NAME for every one", "Device",
-        shown_default="auto",
+        advanced=True, shown_default="auto",
     ),
     Setting(
         "max_model_len", None, "--max-model-len", kinds.whole(1), None,

@@ -7,17 +7,9 @@ from.
 
 from __future__ import annotations
 
-import json
-import math
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
-
-from deepinfer.errors import CheckpointError
-
-FILE = "confidence_temperatures.json"  # beside a checkpoint's config.json
-SCHEMA = "deepinfer.calibration/1"
 
 _GRID = np.exp(np.linspace(np.log(0.2), np.log(5.0), 65))  # 1.0 is its middle
 _BINS = 15
@@ -95,28 +87,3 @@ def _auroc(predicted: np.ndarray, stood: np.ndarray) -> float | None:
     _, place, counts = np.unique(predicted, return_inverse=True, return_counts=True)
     ranks = (np.cumsum(counts) - (counts - 1) / 2)[place]  # equal chances share a rank
     return float((ranks[stood > 0].sum() - good * (good + 1) / 2) / (good * bad))
-
-
-def read_temperatures(folder: Path, slots: int) -> tuple[float, ...] | None:
-    """The temperatures fitted for a checkpoint, one per draft of its `slots`; None: none were.
-
-    Raises CheckpointError (`calibration-invalid`).
-    """
-    path = folder / FILE
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        temperatures = document["temperatures"]
-        good = document["schema"] == SCHEMA and len(temperatures) == slots
-        good = good and all(0 < t < math.inf for t in temperatures)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        good = False
-    if not good:
-        raise CheckpointError(
-            "calibration-invalid",
-            f"{FILE} does not hold {slots} temperatures",
-            [f'expected {{"schema": "{SCHEMA}", "temperatures": [...]}}, all above 0'],
-            "delete it, or deepinfer spec-trace --calibrate",
-        )
-    return tuple(float(t) for t in temperatures)

@@ -175,7 +175,7 @@ class Drafter:
         self._step += 1
 
     def reset(self) -> None:
-        """A step broke off: what was drafted is void."""
+        """What was drafted is void: a step broke off, or nothing runs any more."""
         self._held, self._judged, self._scores = {}, {}, []
 
     def _hold(self, one: Asks, ids: list[int], raw: list[float], index: int) -> _Held:

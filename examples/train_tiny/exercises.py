@@ -621,7 +621,7 @@ def encode_segments(
     return ids, codes
 
 
-def _as_question(vocabulary: Vocabulary, kind: str, short: Short) -> Question:
+def as_question(vocabulary: Vocabulary, kind: str, short: Short) -> Question:
     """Splits a rendered exercise before its last assistant answer."""
     ids, codes = encode_segments(vocabulary, short.segments())
     start = len(ids)
@@ -655,20 +655,20 @@ def arithmetic_eval(vocabulary: Vocabulary, op: str, n: int, seed: int = 0) -> l
             think, answer = arithmetic.steps(op, a, b)
             asked = rng.choice(_ASK_SUM).format(f"{a} {op} {b}")
             short = Short([User([asked]), Assistant(answer, think)], effort=75)
-            out[a, b] = _as_question(vocabulary, f"arithmetic {op}", short)
+            out[a, b] = as_question(vocabulary, f"arithmetic {op}", short)
     return list(out.values())
 
 
 def copying_eval(vocabulary: Vocabulary, n: int, seed: int = 0) -> list[Question]:
     """`n` reserved copying questions."""
     rng = _eval_rng("copying", seed)
-    return [_as_question(vocabulary, "copying", copying_short(rng, True)) for _ in range(n)]
+    return [as_question(vocabulary, "copying", copying_short(rng, True)) for _ in range(n)]
 
 
 def sorting_eval(vocabulary: Vocabulary, n: int, seed: int = 0) -> list[Question]:
     """`n` reserved sorting and reversing questions."""
     rng = _eval_rng("sorting", seed)
-    return [_as_question(vocabulary, "sorting", sorting_short(rng, True)) for _ in range(n)]
+    return [as_question(vocabulary, "sorting", sorting_short(rng, True)) for _ in range(n)]
 
 
 def tools_eval(vocabulary: Vocabulary, n: int, seed: int = 0) -> list[Question]:
@@ -678,7 +678,7 @@ def tools_eval(vocabulary: Vocabulary, n: int, seed: int = 0) -> list[Question]:
     for _ in range(n):
         short = tools_short(rng, True)
         short.messages = short.messages[:2]
-        out.append(_as_question(vocabulary, "tools", short))
+        out.append(as_question(vocabulary, "tools", short))
     return out
 
 

@@ -10,7 +10,8 @@ from tests import plain, t6
 from tests.engine.fakes import idle
 from tests.t6 import prompt
 
-SMALL = dict(page_tokens=t6.PAGE_TOKENS, max_num_seqs=6, accelerator="cpu")
+# The state of plain decoding; that drafts leave no trace in it has tests of its own.
+SMALL = dict(page_tokens=t6.PAGE_TOKENS, max_num_seqs=6, accelerator="cpu", mtp=0)
 
 
 def params(**more) -> SamplingParams:

@@ -26,6 +26,10 @@ TORCH_FREE = (
     "deepinfer.checkpoint.names", "deepinfer.kvcache.blocks", "deepinfer.kvcache.prefix",
     "deepinfer.kvcache.tiers", "deepinfer.scheduler.policy", "deepinfer.replay",
     "deepinfer.model.cost", "deepinfer.speculative", "deepinfer.speculative.timing",
+    "deepinfer.speculative.trace", "deepinfer.speculative.tracefile",
+    "deepinfer.speculative.reschedule", "deepinfer.speculative.acceptance",
+    "deepinfer.speculative.temperatures", "deepinfer.report.trace_views",
+    "deepinfer.report.figures",
     "deepinfer.tokenizer.tokenizer", "deepinfer.cli.main", "deepinfer.cli.checks",
 )  # fmt: skip
 
