@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import random
@@ -154,9 +155,9 @@ def test_di_18_sampling_keeps_the_target_distribution(more, law):
 
 @pytest.mark.parametrize("more,law", LAWS)
 def test_di_18_in_the_engine(more, law):
-    """1,500 requests through the loop. At so few a frequency may be off by 4.5 binomial standard
-    deviations, 0.058 at most. The coupled ids are those without speculation."""
-    n = 1500
+    """1,000 requests through the loop. At so few a frequency may be off by 4.5 binomial standard
+    deviations, 0.071 at most. The coupled ids are those without speculation."""
+    n = 1000
     params = [SamplingParams(max_tokens=3, seq_seed=seed, **more) for seed in range(n)]
     sizes = dict(vocab=3, eos=9, slots=512, pages=1024, max_rows=4096)
     choices = [DraftRules(5)] if more else [DraftRules(5), DraftRules(5, varlen=True), COUPLED]
@@ -438,19 +439,29 @@ SAMPLED = [
 ]
 
 
-def narrow(prefix):
-    """Logits over a few tokens that depend on the last three, so that tokens come again."""
+@functools.cache
+def _narrow(last):
     row = np.full(VOCAB, -9.0, dtype=np.float32)
-    row[:8] = hashed(prefix[-3:], 8)
+    row[:8] = hashed(last, 8)
     row[EOS] = -3.0
     return row
 
 
+def narrow(prefix):
+    """Logits over a few tokens that depend on the last three, so that tokens come again."""
+    return _narrow(prefix[-3:])
+
+
+@functools.cache
+def _jumbled(last, i):
+    row = np.array(_narrow(last))
+    row[:8] += hashed((*last[-2:], i), 8) / 3
+    return row, float(hashed((*last[-2:], i), 1)[0])
+
+
 def jumbled(prefix, i):
     """Drafts that often agree, of a network that is nothing like the target's."""
-    row = np.array(narrow(prefix))
-    row[:8] += hashed((*prefix[-2:], i), 8) / 3
-    return row, float(hashed((*prefix[-2:], i), 1)[0])
+    return _jumbled(prefix[-3:], i)
 
 
 @pytest.mark.parametrize("length,varlen", [(1, False), (2, True), (3, False), (4, True), (5, False),
@@ -807,7 +818,7 @@ def random_params(rng: random.Random) -> SamplingParams:
     return SamplingParams(max_tokens=rng.randint(least, 24), seq_seed=rng.randrange(99), **more)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(5))
 def test_random_arrivals_and_aborts(tokenizer, seed):
     """Streams come, are read for a while and closed; every answer is that of plain decoding up to
     there, and in the end nothing is held."""
@@ -821,8 +832,8 @@ def test_random_arrivals_and_aborts(tokenizer, seed):
     plain = engine(narrow, tokenizer=tokenizer)
     open_streams = []
     asked = 0
-    while asked < 40 or open_streams:
-        if asked < 40 and rng.random() < 0.3:
+    while asked < 30 or open_streams:
+        if asked < 30 and rng.random() < 0.3:
             count = rng.randint(1, 3)
             prompts = [[rng.randrange(8) for _ in range(rng.randint(1, 13))] for _ in range(count)]
             params = [random_params(rng) for _ in range(count)]

@@ -108,7 +108,7 @@ def test_greedy_equality(llm, texts, truth):
     """mtp 1 to 5, varlen on and off, 1, 3 and 32 requests; the answers cross ends of groups, pages
     and rings, where none to five drafts stand."""
     oracle = Oracle(llm, known(truth, texts))
-    cases = [(n, v, 3) for n in range(1, 6) for v in (False, True)]
+    cases = [(n, v, 1 + 2 * ((n + v) % 2)) for n in range(1, 6) for v in (False, True)]
     if llm.parts.runner.config.quantised:
         cases = [(1, False, 1), (2, True, 1), (3, True, 3), (4, False, 3)]
     try:
@@ -236,9 +236,7 @@ def put_back(llm: LLM, sequence, held) -> None:
     pools.history[slot, p % depth] = held["n-grams"]
 
 
-@pytest.mark.parametrize(
-    "kind,ratio,end", [("float", 2, 61), ("quantised", 2, 41), ("float", 4, 41)]
-)
+@pytest.mark.parametrize("kind,ratio,end", [("float", 2, 61), ("quantised", 4, 41)])
 def test_di_25_and_09_state_after_partial_acceptance(tmp_path, kind, ratio, end):
     """Accepted counts that cycle 0 to 5, prompts of 1 to 8 tokens of one text, up to 60 new ones:
     after every step all state is, byte for byte, that of plain decoding at the same length, and so
@@ -246,7 +244,7 @@ def test_di_25_and_09_state_after_partial_acceptance(tmp_path, kind, ratio, end)
     history is of committed tokens alone."""
     folder = t6.write(tmp_path / "m", quantised=kind == "quantised", ratio=ratio)
     text = prompt(70, 3)
-    sizes = dict(page_tokens=4, max_num_seqs=8, accelerator="cpu", prefix_cache=False)
+    sizes = {**SMALL, "max_num_seqs": 8, "prefix_cache": False, "kv_cache_tokens": 1024}
     states = {}
     with LLM(folder, **sizes, mtp_threshold=1.0) as llm:  # drafts, but none is ever verified
         want = llm.logits(text[:end])
@@ -333,8 +331,7 @@ def test_di_19_seeds(floats, verify):
         last = llm.generate([*others, ids], [free, free, free, mine])[-1]
         assert llm._drafter._step > 12
         assert alone.token_ids == first.token_ids == last.token_ids
-        [other] = llm.generate([ids], replace(mine, seed=8))
-        one, two = llm.generate([ids, ids], free)
+        other, one, two = llm.generate([ids] * 3, [replace(mine, seed=8), free, free])
         assert other.token_ids != alone.token_ids and one.token_ids != two.token_ids
         assert one.seed != two.seed and idle(llm)
 
