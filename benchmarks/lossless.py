@@ -96,7 +96,7 @@ def coupled(
 
 def law(model: str | None, accelerator: str, draws: int) -> dict[str, object]:
     """p values of the first two tokens that drafting decides, and of a broken rule beside it."""
-    [prompt] = prompts("chat", 1, seed=5)
+    [prompt] = prompts("code", 1, seed=5)
     found: dict[str, list[tuple[int, ...]]] = {}
     for name, more in (("off", {"mtp": 0}), ("fixed", {}), ("varlen", {"mtp_varlen": True})):
         with LLM(
@@ -127,8 +127,8 @@ def law(model: str | None, accelerator: str, draws: int) -> dict[str, object]:
             for seed in range(draws)
         ]
         other = llm.generate([[*prompt, *first.token_ids]] * draws, params)
-    cold = Counter(one.token_ids[1] for one in other)
-    out["p_temperature_0.9"] = homogeneous(cold, Counter(ids[1] for ids in found["off"]))
+    cold = Counter(one.token_ids[2] for one in other)
+    out["p_temperature_0.9"] = homogeneous(cold, Counter(ids[2] for ids in found["off"]))
     return out
 
 
