@@ -28,9 +28,10 @@ def summary(trace: Trace) -> dict[str, Any]:
 
     tokens: committed by the traced steps; the first token of an answer comes with its prompt and is
     not among them. histogram: steps by tokens committed, from 0. by_position: of the drafts there
-    `acceptance` is accepted / drafted, `observed` is stood / verified and `predicted` the mean
-    survival of the verified ones. saved_passes: steps that plain decoding would have run besides.
-    ece, brier, auroc: of the survivals of all verified drafts, None where nothing was verified.
+    `acceptance` is accepted / drafted; of those verified before the end of the answer `observed`
+    is the share that stood and `predicted` the mean survival. saved_passes: steps that plain
+    decoding would have run besides. ece, brier, auroc: of the survivals of all these drafts, None
+    where there are none.
     """
     steps = trace.steps
     counts = Counts(
@@ -64,10 +65,10 @@ def summary(trace: Trace) -> dict[str, Any]:
 
 def outcomes(steps: Sequence[TraceStep]) -> list[list[tuple[float, bool]]]:
     """By draft position: predicted survival, and whether the draft and all before it stood, of
-    each draft that was verified. The others' fate is not known."""
+    each draft that was verified before the end of the answer. The others' fate is not known."""
     most = max((len(step.draft_ids) for step in steps), default=0)
     return [
-        [(step.survival[at], step.stood > at) for step in steps if step.verified > at]
+        [(step.survival[at], step.accepted > at) for step in steps if step.judged > at]
         for at in range(most)
     ]
 
@@ -125,7 +126,7 @@ def calibrate(trace: Trace) -> Calibration:
     temperatures = fit(*_arrays(steps, len(counts)))
     cooled = [_survivals(step, temperatures) for step in steps]
     new = [
-        [(cooled[i][at], step.stood > at) for i, step in enumerate(steps) if step.verified > at]
+        [(cooled[i][at], step.accepted > at) for i, step in enumerate(steps) if step.judged > at]
         for at in range(len(counts))
     ]
     return Calibration(
@@ -141,14 +142,14 @@ def calibrate(trace: Trace) -> Calibration:
 
 
 def _arrays(steps: Sequence[TraceStep], drafts: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Raw logits [steps, drafts] (not a number where there was no draft), verified, stood."""
+    """Raw logits [steps, drafts] (not a number where there was no draft), judged, accepted."""
     import numpy as np
 
     logits = np.full((len(steps), drafts), np.nan)
     for row, step in zip(logits, steps, strict=True):
         row[: len(step.logits)] = step.logits
-    verified = np.array([step.verified for step in steps])
-    return logits, verified, np.array([step.stood for step in steps])
+    judged = np.array([step.judged for step in steps])
+    return logits, judged, np.array([step.accepted for step in steps])
 
 
 def _survivals(step: TraceStep, temperatures: tuple[float, ...]) -> tuple[float, ...]:

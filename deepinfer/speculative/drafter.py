@@ -222,7 +222,7 @@ class Drafter:
                 split=held.split,
                 verified=held.verified,
                 accepted=min(verdict.accepted, held.committed),
-                discarded=max(verdict.accepted - held.committed, 0),
+                discarded=0 if own else len(proposal.drafts) - held.committed,
                 committed=held.committed,
                 target_id=verdict.tokens[-1] if own else None,
                 rows=rows,

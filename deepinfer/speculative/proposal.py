@@ -45,8 +45,8 @@ class Counts:
     """Sums over steps (serving semantics §8). A step is one target pass over one request.
 
     drafted: drafts made, those behind an end of sequence included. verified: of these, drafts the
-    target looked at. accepted: of these, drafts delivered. discarded: drafts that stood but lay
-    behind the end of the answer. committed: tokens delivered, corrections and bonus included.
+    target looked at. accepted: of these, drafts delivered. discarded: drafts behind one that ended
+    the answer, looked at or not. committed: tokens delivered, corrections and bonus included.
     """
 
     steps: int = 0
@@ -63,7 +63,8 @@ class Counts:
         self.drafted += drafted
         self.verified += verified
         self.accepted += delivered
-        self.discarded += verdict.accepted - delivered
+        if committed <= verdict.accepted:  # it ended with a draft
+            self.discarded += drafted - committed
         self.committed += committed
 
     @property

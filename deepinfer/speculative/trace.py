@@ -53,9 +53,9 @@ class TraceStep:
     time_ms: tuple[float, ...] = ()
 
     @property
-    def stood(self) -> int:
-        """Verified drafts that the target agreed with, those behind the end included."""
-        return self.accepted + self.discarded
+    def judged(self) -> int:
+        """Verified drafts whose fate is known: none behind the end of the answer."""
+        return self.accepted if self.target_id is None else self.verified
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,7 +158,7 @@ def _line(row: Mapping[str, Any], sequences: Sequence[Mapping[str, Any]]) -> Lin
     if (
         step.seq >= len(sequences)
         or step.pos < sequences[step.seq]["prompt_tokens"]
-        or not step.stood <= step.verified <= len(ids)
+        or not step.accepted <= step.verified <= len(ids)
         or step.committed != step.accepted + (step.target_id is not None)
     ):
         raise ValueError("its counts contradict each other")
