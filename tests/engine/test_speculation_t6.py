@@ -437,14 +437,17 @@ def test_mixed_batches_with_preemption_and_chunks(floats):
     sizes = {**SMALL, "swa_keep": "full", "verify": "coupled"}
     with LLM(floats, mtp=0, **sizes) as llm:
         want = llm.generate(prompts, asked)
-    for more in (dict(kv_cache_tokens=80, prefill_chunk=7), dict(max_num_batched_tokens=13,
+    for more in (dict(kv_cache_tokens=60, prefill_chunk=7), dict(max_num_batched_tokens=13,
                  mtp_varlen=True)):  # fmt: skip
         with LLM(floats, **sizes, **more) as llm:
             Oracle(llm, known(want, prompts))
+            gone = llm.stream(prompts[4:6], asked[4:6])
             early = llm.stream(prompts[:4], asked[:4])
             results = {}
+            next(gone)
             for delta in itertools.islice(early, 6):
                 results[delta.index] = delta.result
+            gone.close()
             late = llm.generate(prompts[4:], asked[4:])
             for delta in early:
                 results[delta.index] = delta.result
