@@ -469,7 +469,8 @@ class LLM:
             if reason is not None:
                 break
         if decoding and self._drafter:
-            self._drafter.judged(sequence, verified, verdict, len(ids), answer.counts)
+            ended = reason is not None
+            self._drafter.judged(sequence, verified, verdict, len(ids), ended, answer.counts)
         told = tuple(ids), text, tuple(logprobs[: len(ids)])
         if verdict.broken and reason is None:
             if ids:

@@ -59,6 +59,7 @@ class _Held:
     verified: int = 0
     verdict: Verdict | None = None
     committed: int = 0
+    ended: bool = False
 
 
 class Drafter:
@@ -123,15 +124,23 @@ class Drafter:
         return torch.stack(rows) if rows else None
 
     def judged(
-        self, sequence: Generation, verified: int, verdict: Verdict, committed: int, counts: Counts
+        self,
+        sequence: Generation,
+        verified: int,
+        verdict: Verdict,
+        committed: int,
+        ended: bool,
+        counts: Counts,
     ) -> None:
-        """A decoding request got its verdict on so many drafts, and so many tokens of it."""
+        """A decoding request got its verdict on so many drafts, and so many tokens of it; ended: it
+        is complete."""
         held = self._held.get(sequence)
         drafted = len(held.proposal.drafts) if held else 0
-        counts.add(drafted, verified, verdict, committed)
+        counts.add(drafted, verified, verdict, committed, ended)
         if held is None:
             held = _Held(Proposal(len(sequence.tokens) - committed, (), ()), (), (), 0, 0)
-        held.verified, held.verdict, held.committed = verified, verdict, committed
+        held.verified, held.verdict = verified, verdict
+        held.committed, held.ended = committed, ended
         self._judged[sequence] = held
 
     def draft(self, asking: Sequence[Asks]) -> None:
@@ -208,6 +217,7 @@ class Drafter:
         for sequence, held in self._judged.items():
             verdict, proposal = held.verdict, held.proposal
             own = verdict.accepted < held.committed
+            behind = held.ended and not own
             step = TraceStep(
                 step=self._step,
                 seq=sequence.order,
@@ -222,7 +232,7 @@ class Drafter:
                 split=held.split,
                 verified=held.verified,
                 accepted=min(verdict.accepted, held.committed),
-                discarded=0 if own else len(proposal.drafts) - held.committed,
+                discarded=len(proposal.drafts) - held.committed if behind else 0,
                 committed=held.committed,
                 target_id=verdict.tokens[-1] if own else None,
                 rows=rows,

@@ -56,14 +56,17 @@ class Counts:
     discarded: int = 0
     committed: int = 0
 
-    def add(self, drafted: int, verified: int, verdict: Verdict, committed: int) -> None:
-        """Count a step; committed: how many of `verdict.tokens` were delivered."""
+    def add(
+        self, drafted: int, verified: int, verdict: Verdict, committed: int, ended: bool
+    ) -> None:
+        """Count a step; committed: how many of `verdict.tokens` were delivered; ended: the last of
+        them ended the answer."""
         delivered = min(verdict.accepted, committed)
         self.steps += 1
         self.drafted += drafted
         self.verified += verified
         self.accepted += delivered
-        if committed <= verdict.accepted:  # it ended with a draft
+        if ended and committed <= verdict.accepted:  # with a draft
             self.discarded += drafted - committed
         self.committed += committed
 
