@@ -329,7 +329,8 @@ def test_min_tokens_and_a_stop_string_inside_a_block(tokenizer):
     script = says(*b"a##b##c##", start=2)
     for least, count in itertools.product(range(8), (lambda base: 5, mixed)):
         params = greedy(stop="##", min_tokens=least, max_tokens=9)
-        both(script, agrees(script, count), params, tokenizer=tokenizer)
+        result = both(script, agrees(script, count), params, tokenizer=tokenizer)
+        assert len(result.token_ids) == next(end for end in (3, 6, 9) if end >= least)
 
 
 # DI-24: confidence decides
