@@ -214,6 +214,7 @@ def _memory() -> list[Check]:
 def _checkpoint(settings: Settings) -> Check:
     from deepinfer.checkpoint.layout import open_checkpoint
     from deepinfer.settings import for_model
+    from deepinfer.speculative.temperatures import read_temperatures
     from deepinfer.tokenizer.tokenizer import Tokenizer
 
     folder = settings.model_dir or str(Path(__file__).parents[1] / "embedded")
@@ -224,6 +225,8 @@ def _checkpoint(settings: Settings) -> Check:
         config = checkpoint.config
         if checkpoint.tokenizer_file:
             Tokenizer(checkpoint.tokenizer_file, config.bos_token_id, config.vocab_size)
+        if config.num_nextn_predict_layers:
+            read_temperatures(checkpoint.path, config.dspark_block_size)
     except DeepinferError as problem:
         if problem.exit_status == 2:
             raise

@@ -72,6 +72,16 @@ def test_a_bad_model_folder_is_exit_4(cli, tmp_path):
     assert "checkpoint\tfail" in done.out and "is not a checkpoint" in done.out
 
 
+def test_bad_temperatures_beside_a_checkpoint_are_exit_4(cli, quick_torch, tmp_path):
+    from tests import t6
+
+    folder = t6.write(tmp_path / "t6")
+    assert cli("doctor", "-m", folder).status == 0
+    (folder / "confidence_temperatures.json").write_text('{"temperatures": [1, 2]}')
+    done = cli("doctor", "-m", folder)
+    assert done.status == 4 and "does not hold 5 temperatures" in done.out
+
+
 def test_a_missing_model_folder_is_exit_2(cli):
     done = cli("doctor", "-m", "gone")
     assert done.status == 2
