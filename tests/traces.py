@@ -105,6 +105,6 @@ def trace(steps, answers, prompts=None, prompt_tokens=3, spelled=spell, **specul
     rule = {"mtp": 5, "varlen": False, "verify": "rejection", "temperatures": [1.0], **speculation}
     header = {
         "schema": "deepinfer.trace/1", "model": {"name": "a model", "block": 5},
-        "speculation": rule, "sampling": {}, "sequences": sequences,
+        "speculation": rule, "sampling": {}, "sequences": sequences, "lines": len(found),
     }  # fmt: skip
     return Trace(header, found)

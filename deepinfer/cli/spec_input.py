@@ -31,8 +31,8 @@ _SHOWN = 10  # bad lines of a file of prompts that are listed
 
 @dataclass(frozen=True)
 class Asked:
-    """A checked question. settings: as chosen; effective: with the checkpoint's defaults. block:
-    drafts that the checkpoint was trained for."""
+    """A checked question. settings: as chosen, to calibrate with raw confidences; effective: with
+    the checkpoint's defaults. block: drafts that the checkpoint was trained for."""
 
     settings: Settings
     effective: Settings
@@ -67,6 +67,10 @@ def read_asked(
     from deepinfer.engine.assembly import embedded_model
 
     settings = resolve(chosen, environ, source="flag")
+    if calibrate and not settings.values["mtp_temperature"].chosen:
+        # Else the engine reads the file that is to be replaced, which may be a damaged one.
+        raw = Value((1.0,), "flag", "--calibrate")
+        settings = settings.changed({"mtp_temperature": raw})
     output.level = settings.log_level
     for line in settings.warnings:
         output.warn(line)

@@ -46,6 +46,7 @@ def traced(output: Output, asked: Asked, check: bool) -> Trace:
     header, spell = _header(asked, rules, results)
     answers = [(result.usage.prompt_tokens, result.token_ids) for result in results]
     found, texts = lines(steps, answers, spell)
+    header["lines"] = len(found)
     for sequence, text in zip(header["sequences"], texts, strict=True):
         sequence["token_text"] = text
     if check:

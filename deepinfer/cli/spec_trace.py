@@ -157,12 +157,12 @@ def command(
                 output.note(f"the plan of the longest of {len(asked.prompts):,} prompts", "dim")
             return print_plan(output, asked.settings, max(asked.prompts, key=len), params)
         from deepinfer.cli.spec_record import traced
+        from deepinfer.speculative.temperatures import FILE
 
-        trace = traced(output, asked, check)
-        if calibrate and calibration is None:
-            from deepinfer.speculative.temperatures import FILE
-
+        if calibrate:
             calibration = asked.folder / FILE
+        _check_places(trace_file, out, calibration)
+        trace = traced(output, asked, check)
     return _deliver(
         output, trace, curve, view=view, trace_file=trace_file, folder=out, calibration=calibration,
         plot=plot is not False, coloured=color == "always" or (output.mode == "human"
@@ -175,7 +175,7 @@ def _deliver(
     trace_file: str | None, folder: str | None, calibration: Path | None, plot: bool,
     coloured: bool, keep: bool,
 ) -> int:  # fmt: skip
-    """Write what is to be kept, then print; the status of the command."""
+    """Write what is to be kept, and print also if that failed; the status of the command."""
     from deepinfer.speculative.acceptance import calibrate, summary
     from deepinfer.speculative.reschedule import reschedule, totals
 
@@ -183,12 +183,18 @@ def _deliver(
     choices = reschedule(trace.steps, curve) if curve else []
     if curve:
         sums["replay"] = totals(choices, curve)
-    if keep:
-        _write(output, trace, sums, trace_file, folder, plot)
-    fitted = calibrate(trace) if calibration else None
-    document = _keep(output, fitted, calibration) if fitted and calibration and keep else None
+    fitted = document = failed = None
+    try:
+        if keep:
+            _write(output, trace, sums, trace_file, folder, plot)
+        if calibration:
+            fitted = calibrate(trace)
+            document = _keep(output, fitted, calibration) if keep else None
+    except UsageError as problem:
+        failed = problem
     if output.mode == "json":
-        output.document(_document(trace, sums, choices, document))
+        found = _document(trace, sums, choices, document)
+        output.error(failed, **found) if failed else output.document(found)
     else:
         from deepinfer.cli import spec_show
 
@@ -197,6 +203,10 @@ def _deliver(
             spec_show.calibration(output, fitted)
         if sums["lossless"] is False:
             spec_show.difference(output, trace)
+        if failed:
+            output.error(failed)
+    if failed:
+        return failed.exit_status
     return int(ExitCode.DONE if sums["lossless"] is not False else ExitCode.CHECK_FAILED)
 
 
@@ -313,11 +323,27 @@ def _check_block(trace: Trace) -> None:
 
 
 def _check_folder(file: str | None) -> None:
-    if file is not None and not Path(file).expanduser().parent.is_dir():
+    if file is not None and not Path(file).parent.is_dir():
         raise UsageError(
             "out-not-written", f"{file} cannot be written", ["its folder does not exist"],
             f"mkdir -p {Path(file).parent}",
         )  # fmt: skip
+
+
+def _check_places(trace_file: str | None, folder: str | None, calibration: Path | None) -> None:
+    """Can be written what a long run is to leave? Makes the folder."""
+    folder_file = Path(folder, "trace.jsonl") if folder is not None else None
+    for flag, place in (("-o", trace_file), ("--out", folder_file), ("--calibrate", calibration)):
+        if place is None:
+            continue
+        part = Path(f"{place}.part")
+        try:
+            if flag == "--out":
+                part.parent.mkdir(parents=True, exist_ok=True)
+            part.open("wb").close()
+            part.unlink()
+        except OSError as problem:
+            raise _not_written(str(place), problem, flag) from None
 
 
 def _check_target(path: Path) -> None:

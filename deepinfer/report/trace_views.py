@@ -60,7 +60,10 @@ def ascii_only(text: str) -> str:
 
 
 def inline(trace: Trace, coloured: bool) -> list[str]:
-    """Every answer with its drafts marked; a line ends behind each line end of the answer."""
+    """Every answer with its drafts marked; a line ends behind each line end of the answer.
+
+    Of a trace that was cut an answer ends with its last step, and a line counts what is missing.
+    """
     out: list[str] = []
     for seq, (lines, sequence) in enumerate(zip(trace.by_sequence(), trace.sequences, strict=True)):
         if len(trace.sequences) > 1:
@@ -69,12 +72,15 @@ def inline(trace: Trace, coloured: bool) -> list[str]:
                 f"--- prompt {seq + 1}: {prompt if len(prompt) <= 60 else prompt[:59] + '…'}"
             )
         rows: list[list[tuple[str, str]]] = [[]]
-        for text, style in _spans(lines, sequence):
+        for text, style in _spans(lines, sequence, trace.cut):
             for part in [text] if style == "rejected" else _BEHIND_LINE_ENDS.split(text):
                 rows[-1].append((part, style))
                 if style != "rejected" and part.endswith("\n"):
                     rows.append([])
         out += filter(None, (_rendered(row, coloured) for row in rows))
+        missing = len(sequence["token_ids"]) - _told(lines, sequence)
+        if trace.cut and missing > 0:
+            out.append(f"--- {missing:,} more tokens, whose steps are not in the trace")
     return out
 
 
@@ -216,9 +222,21 @@ def _replayed(replay: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _spans(lines: Sequence[Line], sequence: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+def _told(lines: Sequence[Line], sequence: Mapping[str, Any]) -> int:
+    """Tokens of an answer up to its last step."""
+    if not lines:
+        return 0
+    return lines[-1].step.pos + lines[-1].step.committed - sequence["prompt_tokens"]
+
+
+def _spans(
+    lines: Sequence[Line], sequence: Mapping[str, Any], cut: bool = False
+) -> Iterable[tuple[str, str]]:
     """(text, style) of an answer: its tokens, those without a step as the target's own, and what
-    was rejected where it was. Its last token is shown even without a text."""
+    was rejected where it was. Its last token is shown even without a text.
+
+    cut: nothing behind the last step; who made it is not known.
+    """
     texts, ids, at = list(sequence["token_text"]), sequence["token_ids"], 0
     for line in lines:
         start = line.step.pos - sequence["prompt_tokens"]
@@ -227,7 +245,8 @@ def _spans(lines: Sequence[Line], sequence: Mapping[str, Any]) -> Iterable[tuple
         yield from before
         at = max(at, start + line.step.committed)
         yield (line.target_text or "", "target") if last[1] == "target" and at < len(ids) else last
-    yield from ((_named(texts[i], ids[i]), "target") for i in range(at, len(ids)))
+    if not cut:
+        yield from ((_named(texts[i], ids[i]), "target") for i in range(at, len(ids)))
 
 
 def _step_spans(line: Line) -> list[tuple[str, str]]:

@@ -10,6 +10,7 @@ tokens a step commits, and so where the next begins: what is shown is each step'
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -92,7 +93,8 @@ def totals(choices: Sequence[Choice], curve: Curve) -> dict[str, Any]:
 
 
 def load(path: Path) -> Curve:
-    """A curve from a file: step times as `StepTimes.save` writes them, or {"rows": ms, ...}.
+    """A curve from a file: step times as `StepTimes.save` writes them, or {"rows": ms, ...}, with
+    straight lines between these.
 
     Raises UsageError.
     """
@@ -104,13 +106,17 @@ def load(path: Path) -> Curve:
         raise _refused(f"{path.name} is not JSON") from None
     times = timing.StepTimes()
     try:
-        if document.get("schema") == timing.SCHEMA:
-            for name in ("target", "rest"):
-                _fill(getattr(times, name), document[name], 1.0)
-        elif "schema" in document:
+        if "schema" not in document:
+            points = {int(rows): _duration(rows, ms) * 1e-3 for rows, ms in document.items()}
+            if not points or not all(points.values()):
+                raise ValueError("no times, or one of 0")
+            return Curve(path.name, _lines(points), 0.0)
+        if document["schema"] != timing.SCHEMA:
             raise ValueError(f"schema {str(document['schema'])[:60]}")
-        else:
-            _fill(times.target, {rows: [ms] for rows, ms in document.items()}, 1e-3)
+        for name in ("target", "rest"):
+            for count, some in document[name].items():
+                for value in some:
+                    getattr(times, name).observe(int(count), _duration(count, value))
     except (AttributeError, KeyError, TypeError, ValueError) as problem:
         why = " ".join(str(problem).split())[:120]
         raise _refused(f"{path.name} is not a time curve", why) from None
@@ -119,13 +125,28 @@ def load(path: Path) -> Curve:
     return Curve(path.name, times, times.noise)
 
 
-def _fill(curve: timing.Curve, samples: Mapping[str, Sequence[float]], unit: float) -> None:
+def _duration(count: str, value: float) -> float:
     """Raises ValueError or TypeError for what is no count or no duration."""
-    for rows, some in samples.items():
-        for value in some:
-            if int(rows) < 1 or isinstance(value, bool) or not 0 <= value < _LONGEST:
-                raise ValueError(f"{str(rows)[:20]}: {str(value)[:20]}")
-            curve.observe(int(rows), value * unit)
+    if int(count) < 1 or isinstance(value, bool) or not 0 <= value < _LONGEST:
+        raise ValueError(f"{count[:20]}: {str(value)[:20]}")
+    return value
+
+
+def _lines(points: Mapping[int, float]) -> Time:
+    """Seconds by rows: level up to the first point, beyond the last on with the slope of all."""
+    counts = sorted(points)
+    low, high = counts[0], counts[-1]
+    rise = max(0.0, points[high] - points[low]) / max(1, high - low)
+
+    def time(rows: int, requests: int) -> float:
+        if rows <= low or rows >= high:
+            return points[low] if rows <= low else points[high] + rise * (rows - high)
+        right = bisect_left(counts, rows)
+        before, behind = counts[right - 1], counts[right]
+        share = (rows - before) / (behind - before)
+        return points[before] + (points[behind] - points[before]) * share
+
+    return time
 
 
 def _refused(message: str, *facts: str) -> UsageError:

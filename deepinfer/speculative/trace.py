@@ -18,13 +18,13 @@ from typing import Any
 class TraceStep:
     """One request in one decoding step (serving semantics §4.1, §8).
 
-    step: counts the engine's steps with a decoding request; seq: arrival number of the request;
+    step: counts all steps of the engine, on from trace to trace; seq: arrival number of request;
     pos: absolute position of the first draft. draft_ids: drafts made for this step (-1: broken).
     confidence: calibrated chance of each, raw logits beside it; survival: of it and all before it.
     useful: drafts before a broken one, up to one that ends the answer; no more are ever verified.
     budget: extra rows of the whole step, None where confidence does not decide; limit: most that
     would fit. split: how many of them this request was given; verified: how many it ran, which is
-    less where pages are short. accepted: drafts that stand; discarded: those behind the end.
+    less where pages or rows are short. accepted: drafts that stand; discarded: behind the end.
     committed: tokens delivered. target_id: the target's own token after the accepted drafts, None
     where the answer ended before it. rows, requests: of the whole step. time_ms: predicted
     milliseconds of the step with 0, 1, ... extra rows, in the first record of a step with a budget.
@@ -74,7 +74,8 @@ class Trace:
     """Steps in the order they ran, and what they are about.
 
     header: the first line of the file, see `tracefile`. Its `sequences` are the requests, in the
-    order of `TraceStep.seq`: prompt, prompt_tokens, text, token_ids, token_text.
+    order of `TraceStep.seq`: prompt, prompt_tokens, text, token_ids, token_text. Its `lines` count
+    the steps that were traced.
     """
 
     header: Mapping[str, Any]
@@ -87,6 +88,11 @@ class Trace:
     @property
     def sequences(self) -> Sequence[Mapping[str, Any]]:
         return self.header["sequences"]
+
+    @property
+    def cut(self) -> bool:
+        """Whether steps are missing: the file ended before they were written."""
+        return len(self.lines) < self.header["lines"]
 
     def by_sequence(self) -> list[list[Line]]:
         """The lines of each request."""

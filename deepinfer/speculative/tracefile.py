@@ -1,8 +1,8 @@
 """`trace.jsonl`: a header line and one line per step, written whole and read with care.
 
 A `Trace` comes in and a file goes out, or the other way round; a half-written last line is dropped
-with a warning, anything else that is wrong is a UsageError that names the line. It must not know
-models or views, nor may it import torch.
+with a warning, steps that are missing are one, anything else that is wrong is a UsageError that
+names the line. It must not know models or views, nor may it import torch.
 """
 
 from __future__ import annotations
@@ -90,7 +90,10 @@ def read(path: Path, on_warning: Callable[[str], object]) -> Trace:
                 break
             missing = isinstance(problem, KeyError)
             raise _damaged(path, number, f"no {problem}" if missing else str(problem)) from None
-    return Trace(header, tuple(lines))
+    trace = Trace(header, tuple(lines))
+    if trace.cut:
+        on_warning(f"{path.name} has {len(lines):,} of {header['lines']:,} steps: it was cut")
+    return trace
 
 
 def _header(path: Path, row: str) -> Mapping[str, Any]:
@@ -121,7 +124,8 @@ def _header(path: Path, row: str) -> Mapping[str, Any]:
 
 def _check_header(header: Mapping[str, Any]) -> None:
     speculation, sequences = header["speculation"], header["sequences"]
-    _whole(speculation["mtp"])
+    for value in (speculation["mtp"], header["lines"]):
+        _whole(value)
     for value in (*speculation["temperatures"], speculation.get("threshold", 1.0)):
         _real(value)
     for name in ("varlen", "verify"):

@@ -208,6 +208,20 @@ def test_a_half_written_trace_is_shown_with_a_warning(spec, saved):
     assert "warning: saved.jsonl: the last line is half-written and was dropped" in done.err
 
 
+def test_a_trace_that_was_cut_says_so(spec, saved):
+    whole = saved.read_text().splitlines(keepends=True)
+    for lines in (0, 1, 10):
+        saved.write_text("".join(whole[: 1 + lines]))
+        done = spec("--from", saved, "--view", "inline")
+        assert done.status == 0
+        assert f"warning: saved.jsonl has {lines} of {len(whole) - 1} steps" in done.err
+        shown = done.out.count("more tokens, whose steps are not in the trace")
+        assert shown == 2, "of both prompts"
+    saved.write_text("".join(whole))
+    done = spec("--from", saved, "--view", "inline")
+    assert "warning" not in done.err and "more tokens" not in done.out
+
+
 @pytest.mark.parametrize("columns", [80, 120])
 def test_terminals(terminal, saved, columns):
     done = terminal("spec-trace", "--from", saved, "--view", "steps", columns=columns, fake=False)
@@ -292,8 +306,31 @@ def test_calibration(spec, model, valid, folder, tmp_path):
 def test_calibration_refuses_few_outcomes(spec, folder, tmp_path):
     done = spec("-p", "x", "--calibrate", "-o", tmp_path / "t.jsonl")
     assert done.status == 2 and "100 are needed at each position" in done.err
+    assert "{+" in done.out, "what ran is shown"
     assert not (folder / "confidence_temperatures.json").exists()
     assert (tmp_path / "t.jsonl").exists(), "what ran is kept"
+
+
+def test_calibration_replaces_a_damaged_file(child, tmp_path):
+    """The real engine, which reads the file beside the checkpoint: not when it is made anew."""
+    from tests import t6
+
+    folder = t6.write(tmp_path / "t6", quantised=False)
+    (folder / "confidence_temperatures.json").write_text("{}")
+    args = ("spec-trace", "-p", "hello", "-n", "8", "-m", folder, "--page-tokens", t6.PAGE_TOKENS)
+    done = child(*args, fake=False)
+    assert done.status == 4 and "hint: delete it, or deepinfer spec-trace --calibrate" in done.err
+    done = child(*args, "--calibrate", "-o", tmp_path / "t.jsonl", fake=False)
+    assert done.status == 2 and "100 are needed at each position" in done.err
+    header = json.loads((tmp_path / "t.jsonl").read_text().splitlines()[0])
+    assert header["speculation"]["temperatures"] == [1.0]
+
+
+def test_calibration_keeps_temperatures_that_were_chosen(spec, model):
+    name = "DEEPINFER_DFLASH_CONFIDENCE_HEAD_TEMPERATURE"
+    spec("-p", "x", "--calibrate", **{name: "2"})
+    settings = model["calls"][0][1]
+    assert settings.mtp_temperature == (2.0,) and settings.source("mtp_temperature") != "flag"
 
 
 def test_another_curve(spec, valid, tmp_path):
@@ -328,6 +365,26 @@ def test_files_for_people(spec, saved, tmp_path, monkeypatch):
     spec("--from", saved, "--out", tmp_path / "d", "--dry-run")
     assert len(drawn) == 1 and not (tmp_path / "d").exists()
     assert not list(tmp_path.rglob("*.part"))
+
+
+def test_a_run_survives_a_full_disk(spec, valid, tmp_path, monkeypatch):
+    def full(trace, path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tracefile, "write", full)
+    for words in (["-o", tmp_path / "t.jsonl"], ["--out", tmp_path / "a"]):
+        done = spec("-p", "x", *words)
+        assert done.status == 2 and "{+" in done.out
+        assert f"error: {words[1]} cannot be written\n  No space left" in done.err
+        done = spec("-p", "x", *words, "--json")
+        found = valid("spec-trace", valid("error", json.loads(done.out)))
+        assert done.status == 2 and found["error"]["code"] == "out-not-written"
+
+
+def test_no_place_for_temperatures_is_known_before_the_run(spec, model, folder):
+    (folder / "confidence_temperatures.json.part").mkdir()
+    done = spec("-p", "x", "--calibrate")
+    assert done.status == 2 and not model["calls"] and "from --calibrate" in done.err
 
 
 def test_pictures_come_from_the_file(spec, saved, tmp_path):
@@ -376,6 +433,10 @@ MISTAKES = {
                     "--calibrate"),
     "no curve": (["-p", "x", "--replay-curve", "gone"], "curve-invalid", "--replay-curve"),
     "no folder": (["-p", "x", "-o", "gone/t.jsonl"], "out-not-written", "gone/t.jsonl"),
+    "no file": (["-p", "x", "-o", "/proc/t.jsonl"], "out-not-written", "/proc/t.jsonl"),
+    "no place": (["-p", "x", "--out", "DIR/model/config.json/a"], "out-not-written", "--out"),
+    "no place either": (["-p", "x", "--calibrate-to", "/proc/c.json"], "out-not-written",
+                        "/proc/c.json"),
     "written over": (["-p", "x", "-o", "DIR/model/config.json"], "output-exists", "-o"),
     "a folder": (["-p", "x", "-o", "DIR/model"], "output-exists", "-o"),
     "bad temperature": (["-p", "x", "-t", "-1"], "bad-usage", "--temperature"),

@@ -90,7 +90,8 @@ def test_a_half_written_last_line_is_dropped(tmp_path):
         file.write_bytes(whole[:-cut])
         after = tracefile.read(file, said.append)
         assert after.steps == steps[: len(after.steps)] and len(steps) - len(after.steps) <= 2
-    assert said and set(said) == {"t.jsonl: the last line is half-written and was dropped"}
+    half = "t.jsonl: the last line is half-written and was dropped"
+    assert half in said and all(line == half or line.startswith("t.jsonl has ") for line in said)
     file.write_bytes(whole[:-1])
     assert tracefile.read(file, SILENT).steps == steps
     file.write_bytes(whole + b"{}\n")
@@ -329,7 +330,8 @@ def test_curves_from_files(tmp_path):
     file.write_text(json.dumps({"1": 20, "6": 25, "64": 60.5}))
     curve = reschedule.load(file)
     assert curve.time(1, 1) == 0.020 and curve.time(6, 3) == 0.025 and curve.noise == 0
-    assert 0.020 < curve.time(3, 1) < 0.025
+    assert curve.time(3, 1) == pytest.approx(0.022) and curve.time(63, 1) < 0.060
+    assert curve.time(127, 1) == pytest.approx(0.101)
     times = timing.StepTimes()
     for rows in (1, 2, 6, 12):
         for again in range(6):
@@ -344,7 +346,8 @@ def test_curves_from_files(tmp_path):
 @pytest.mark.parametrize(
     "content",
     ["", "[]", "{}", "5", '{"a": 1}', '{"0": 1}', '{"1": -1}', '{"1": "x"}', '{"1": NaN}',
-     '{"1": true}', '{"1": [3]}', '{"schema": "deepinfer.step-times/1"}', '{"schema": "x"}',
+     '{"1": 0}', '{"1": true}', '{"1": [3]}',
+     '{"schema": "deepinfer.step-times/1"}', '{"schema": "x"}',
      '{"schema": "deepinfer.step-times/1", "target": {"1": 3}, "rest": {}}'],
 )  # fmt: skip
 def test_no_curve(tmp_path, content):
