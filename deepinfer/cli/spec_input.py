@@ -118,6 +118,11 @@ def _prompts(output: Output, text: str | None, file: str | None) -> tuple[str, .
             hint=f'{_PROGRAM} -p "def fibonacci(n):", or {_PROGRAM} --from TRACE.jsonl',
         )  # fmt: skip
     whole = read_prompt(None, text, file, output.note)
+    if not whole:
+        raise UsageError(
+            "prompt-empty", "the prompt is empty", ["from -p" if file is None else "from -f"],
+            f'{_PROGRAM} -p "def fibonacci(n):"',
+        )  # fmt: skip
     if file is None or not file.endswith(".jsonl"):
         return (whole,)
     prompts, bad = [], []

@@ -162,7 +162,11 @@ def command(
         if calibrate:
             calibration = asked.folder / FILE
         _check_places(trace_file, out, calibration)
-        trace = traced(output, asked, check)
+        try:
+            trace = traced(output, asked, check)
+        except KeyboardInterrupt:
+            output.note("stopped: no trace was kept")
+            raise
     return _deliver(
         output, trace, curve, view=view, trace_file=trace_file, folder=out, calibration=calibration,
         plot=plot is not False, coloured=color == "always" or (output.mode == "human"

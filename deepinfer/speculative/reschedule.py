@@ -107,7 +107,7 @@ def load(path: Path) -> Curve:
     times = timing.StepTimes()
     try:
         if "schema" not in document:
-            points = {int(rows): _duration(rows, ms) * 1e-3 for rows, ms in document.items()}
+            points = {_count(rows): _seconds(rows, ms) * 1e-3 for rows, ms in document.items()}
             if not points or not all(points.values()):
                 raise ValueError("no times, or one of 0")
             return Curve(path.name, _lines(points), 0.0)
@@ -116,19 +116,25 @@ def load(path: Path) -> Curve:
         for name in ("target", "rest"):
             for count, some in document[name].items():
                 for value in some:
-                    getattr(times, name).observe(int(count), _duration(count, value))
-    except (AttributeError, KeyError, TypeError, ValueError) as problem:
-        why = " ".join(str(problem).split())[:120]
-        raise _refused(f"{path.name} is not a time curve", why) from None
+                    getattr(times, name).observe(_count(count), _seconds(count, value))
+    except ValueError as problem:
+        raise _refused(f"{path.name} is not a time curve", str(problem)) from None
+    except (AttributeError, KeyError, TypeError):
+        raise _refused(f"{path.name} is not a time curve") from None
     if not times.target.samples:
         raise _refused(f"{path.name} has no times")
     return Curve(path.name, times, times.noise)
 
 
-def _duration(count: str, value: float) -> float:
-    """Raises ValueError or TypeError for what is no count or no duration."""
-    if int(count) < 1 or isinstance(value, bool) or not 0 <= value < _LONGEST:
-        raise ValueError(f"{count[:20]}: {str(value)[:20]}")
+def _count(word: str) -> int:
+    if not (word.isdecimal() and len(word) < 10 and int(word)):
+        raise ValueError(f"{word[:20]!r} is no number of rows")
+    return int(word)
+
+
+def _seconds(count: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < _LONGEST:
+        raise ValueError(f"{count}: {str(value)[:20]} is no duration")
     return value
 
 

@@ -75,7 +75,7 @@ class Trace:
 
     header: the first line of the file, see `tracefile`. Its `sequences` are the requests, in the
     order of `TraceStep.seq`: prompt, prompt_tokens, text, token_ids, token_text. Its `lines` count
-    the steps that were traced.
+    the steps that were traced; without it a cut is not noticed.
     """
 
     header: Mapping[str, Any]
@@ -92,7 +92,7 @@ class Trace:
     @property
     def cut(self) -> bool:
         """Whether steps are missing: the file ended before they were written."""
-        return len(self.lines) < self.header["lines"]
+        return len(self.lines) < self.header.get("lines", 0)
 
     def by_sequence(self) -> list[list[Line]]:
         """The lines of each request."""

@@ -88,8 +88,7 @@ def read(path: Path, on_warning: Callable[[str], object]) -> Trace:
             if number == len(rows):  # no line end: the writer was stopped in it
                 on_warning(f"{path.name}: the last line is half-written and was dropped")
                 break
-            missing = isinstance(problem, KeyError)
-            raise _damaged(path, number, f"no {problem}" if missing else str(problem)) from None
+            raise _damaged(path, number, _why(problem)) from None
     trace = Trace(header, tuple(lines))
     if trace.cut:
         on_warning(f"{path.name} has {len(lines):,} of {header['lines']:,} steps: it was cut")
@@ -118,13 +117,13 @@ def _header(path: Path, row: str) -> Mapping[str, Any]:
     try:
         _check_header(header)
     except (AttributeError, KeyError, TypeError, ValueError) as problem:
-        raise _damaged(path, 1, f"header: {problem}") from None
+        raise _damaged(path, 1, f"header: {_why(problem)}") from None
     return header
 
 
 def _check_header(header: Mapping[str, Any]) -> None:
     speculation, sequences = header["speculation"], header["sequences"]
-    for value in (speculation["mtp"], header["lines"]):
+    for value in (speculation["mtp"], header.get("lines", 0)):
         _whole(value)
     for value in (*speculation["temperatures"], speculation.get("threshold", 1.0)):
         _real(value)
@@ -157,16 +156,25 @@ def _line(row: Mapping[str, Any], sequences: Sequence[Mapping[str, Any]]) -> Lin
     own = row.get("target_text")
     if len(draft_text) != len(ids) or (own is None) != (step.target_id is None):
         raise ValueError("a token without its text")
-    if not all(0 <= value <= 1 for value in step.survival):
-        raise ValueError("a survival is no chance")
+    chances = (*step.survival, *(value for value in step.confidence if not math.isnan(value)))
+    if not all(0 <= value <= 1 for value in chances):
+        raise ValueError("a confidence or a survival is no chance")
+    if step.seq >= len(sequences):
+        raise ValueError("it is of no sequence")
+    sequence = sequences[step.seq]
+    at = step.pos - sequence["prompt_tokens"]
     if (
-        step.seq >= len(sequences)
-        or step.pos < sequences[step.seq]["prompt_tokens"]
-        or not step.accepted <= step.verified <= len(ids)
+        not 0 <= at <= len(sequence["token_ids"]) - step.committed
+        or not step.accepted <= step.verified <= step.split <= step.useful <= len(ids)
+        or step.requests < 1
         or step.committed != step.accepted + (step.target_id is not None)
     ):
         raise ValueError("its counts contradict each other")
     return Line(step, draft_text, None if own is None else _texts([own])[0])
+
+
+def _why(problem: Exception) -> str:
+    return f"no {problem}" if isinstance(problem, KeyError) else str(problem)
 
 
 def _parsed(row: str) -> Any:

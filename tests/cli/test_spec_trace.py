@@ -404,6 +404,23 @@ def test_a_dry_run_runs_nothing(spec, model, monkeypatch):
     assert asked == ["x"] and not model["calls"]
 
 
+def test_an_answer_without_a_step(spec, model):
+    model["tokens"] = 1
+    for view in ("inline", "steps", "summary"):
+        done = spec("-p", "x", "-n", "1", "--view", view)
+        assert done.status == 0 and "no step decoded with drafts" in done.out + done.err
+
+
+def test_ctrl_c_says_that_nothing_was_kept(spec, fake_llm, monkeypatch, tmp_path):
+    def trace(llm, prompts, params):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fake_llm, "trace", trace)
+    done = spec("-p", "x", "-o", tmp_path / "t.jsonl")
+    assert done.status == 130 and "stopped: no trace was kept" in done.err
+    assert not list(tmp_path.glob("t.jsonl*"))
+
+
 def test_a_prompt_that_failed(spec, model, fake_llm, monkeypatch):
     good = fake_llm.trace
 
@@ -420,6 +437,7 @@ def test_a_prompt_that_failed(spec, model, fake_llm, monkeypatch):
 MISTAKES = {
     "nothing to do": ([], "prompt-source", ""),
     "two prompts": (["-p", "x", "-f", "y"], "prompt-source", "-f"),
+    "an empty prompt": (["-p", ""], "prompt-empty", "-p"),
     "no such file": (["-f", "gone"], "prompt-file", "-f"),
     "no such trace": (["--from", "gone"], "trace-missing", "--from"),
     "no trace": (["--from", "DIR/model/config.json"], "trace-invalid", "config.json"),

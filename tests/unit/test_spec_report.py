@@ -121,6 +121,13 @@ DAMAGE = {
     "no survival": spoiled("survival", [None] * 5),
     "more committed than stood": spoiled("committed", 9),
     "inside the prompt": spoiled("pos", 2),
+    "behind the answer": spoiled("pos", 10**9),
+    "a chance above one": spoiled("confidence", [5.0] * 5),
+    "a chance below zero": spoiled("confidence", [-0.5] * 5),
+    "more useful than drafted": spoiled("useful", 99),
+    "more given than useful": spoiled("split", 6),
+    "more verified than given": spoiled("split", 3),
+    "a step of no request": spoiled("requests", 0),
     "no time": lambda row: row.pop("ms"),
     "no text of the target": lambda row: row.pop("target_text"),
     "a number for a text": spoiled("draft_text", [1, 2, 3, 4, 5]),
@@ -138,6 +145,22 @@ def test_damage_is_named(tmp_path, change):
     with pytest.raises(UsageError) as caught:
         tracefile.read(file, SILENT)
     assert caught.value.code == "trace-damaged" and "line 2: " in caught.value.facts[0]
+
+
+def test_a_header_without_a_count_of_lines(tmp_path):
+    """Traces of the first days have none: they are read, only a cut is not noticed."""
+    file = tmp_path / "t.jsonl"
+    tracefile.write(one_step(), file)
+    head, line = file.read_text().splitlines()
+    head = json.loads(head)
+    del head["lines"]
+    file.write_text(f"{json.dumps(head)}\n{line}\n")
+    assert len(tracefile.read(file, SILENT).lines) == 1
+    del head["speculation"]
+    file.write_text(f"{json.dumps(head)}\n{line}\n")
+    with pytest.raises(UsageError) as caught:
+        tracefile.read(file, SILENT)
+    assert list(caught.value.facts) == ["line 1: header: no 'speculation'"]
 
 
 @pytest.mark.parametrize(
@@ -355,6 +378,8 @@ def test_no_curve(tmp_path, content):
     with pytest.raises(UsageError) as caught:
         reschedule.load(tmp_path / "c.json")
     assert caught.value.code == "curve-invalid" and "from --replay-curve" in caught.value.facts
+    said = " ".join(caught.value.facts)
+    assert not any(word in said for word in ("object", "instance", "NoneType", "literal"))
     with pytest.raises(UsageError, match="cannot be read"):
         reschedule.load(tmp_path / "gone")
 
