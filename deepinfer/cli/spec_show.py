@@ -73,6 +73,8 @@ def calibration(output: Output, fitted: Calibration) -> None:
     rows.append(("all", f"{sum(fitted.counts):,}", f"{before * 100:.2f} %", f"{after * 100:.2f} %",
                  ""))  # fmt: skip
     output.data("")
+    if before == after:
+        output.say("no temperatures were found truer: those of the trace stay", "dim")
     output.table(("position", "drafts", "ECE before", "ECE after", "temperature"), rows)
 
 

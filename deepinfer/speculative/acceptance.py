@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 BINS = 15  # of equal width, as in `calibration.Quality`
-LEAST = 100  # outcomes that a temperature is fitted to, at least
+LEAST = 1000  # outcomes of a draft that a temperature asks for: half to fit, half to judge
 
 
 def summary(trace: Trace) -> dict[str, Any]:
@@ -93,8 +93,8 @@ def reliability(pairs: Sequence[tuple[float, bool]]) -> list[dict[str, float]]:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Temperatures by position; outcomes and calibration error of the survivals at each, with the
-    confidences of the trace and with the new ones, and the errors over all positions."""
+    """Temperatures by position; outcomes; calibration error of the survivals on those that were not
+    fitted to, with the confidences of the trace and with the new ones; the errors over all."""
 
     temperatures: tuple[float, ...]
     counts: tuple[int, ...]
@@ -104,41 +104,57 @@ class Calibration:
 
 
 def calibrate(trace: Trace) -> Calibration:
-    """Fit temperatures to the raw logits of a trace, one for each of the `mtp` drafts.
+    """Fit temperatures to the raw logits of every second step of a trace, one for each of the `mtp`
+    drafts, and judge them on the other steps.
 
-    Raises UsageError where a position has fewer than 100 verified drafts.
+    Where these find no smaller calibration error, or a larger squared one, the temperatures of the
+    trace stay: such a fit is one to chance. Raises UsageError where a position has fewer than 1,000
+    verified drafts.
     """
     from deepinfer.speculative.calibration import fit
 
-    steps = trace.steps
-    found = outcomes(steps)
-    counts = [len(pairs) for pairs in found] + [0] * (trace.header["speculation"]["mtp"])
-    counts = counts[: trace.header["speculation"]["mtp"]]
+    rule = trace.header["speculation"]
+    drafts = rule["mtp"]
+    steps = sorted(trace.steps, key=lambda step: (step.seq, step.pos))
+    counts = tuple(sum(step.judged > at for step in steps) for at in range(drafts))
     few = next((at for at, count in enumerate(counts) if count < LEAST), None)
     if few is not None or not counts:
         at = few or 0
         raise UsageError(
             "calibration-too-few", "too few drafts were verified to fit temperatures",
-            [f"draft {at + 1} was verified {counts[at] if counts else 0} times, "
-             f"{LEAST} are needed at each position"],
+            [f"draft {at + 1} was verified {counts[at] if counts else 0:,} times, "
+             f"{LEAST:,} are needed at each position"],
             "more prompts (-f PROMPTS.jsonl), more tokens (-n 1024), or --no-mtp-varlen",
         )  # fmt: skip
-    temperatures = fit(*_arrays(steps, len(counts)))
-    cooled = [_survivals(step, temperatures) for step in steps]
-    new = [
-        [(cooled[i][at], step.accepted > at) for i, step in enumerate(steps) if step.judged > at]
-        for at in range(len(counts))
-    ]
+    temperatures = fit(*_arrays(steps[::2], drafts))
+    judged = steps[1::2]
+    old = _judged(judged, [step.survival for step in judged], drafts)
+    new = _judged(judged, [_survivals(step, temperatures) for step in judged], drafts)
+    before, after = (_quality([pair for pairs in some for pair in pairs]) for some in (old, new))
+    if after["ece"] >= before["ece"] or after["brier"] > before["brier"]:
+        temperatures = (*rule["temperatures"],) * drafts
+        temperatures, new, after = temperatures[:drafts], old, before
     return Calibration(
         temperatures,
-        tuple(counts),
-        tuple(_quality(pairs)["ece"] for pairs in found[: len(counts)]),
+        counts,
+        tuple(_quality(pairs)["ece"] for pairs in old),
         tuple(_quality(pairs)["ece"] for pairs in new),
-        (
-            _quality([pair for pairs in found for pair in pairs])["ece"],
-            _quality([pair for pairs in new for pair in pairs])["ece"],
-        ),
+        (before["ece"], after["ece"]),
     )
+
+
+def _judged(
+    steps: Sequence[TraceStep], survivals: Sequence[Sequence[float]], drafts: int
+) -> list[list[tuple[float, bool]]]:
+    """`outcomes` with other survivals."""
+    return [
+        [
+            (some[at], step.accepted > at)
+            for some, step in zip(survivals, steps, strict=True)
+            if step.judged > at
+        ]
+        for at in range(drafts)
+    ]
 
 
 def _arrays(steps: Sequence[TraceStep], drafts: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

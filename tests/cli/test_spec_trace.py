@@ -287,7 +287,7 @@ def test_a_check_that_cannot_hold(spec, model):
 
 def test_calibration(spec, model, valid, folder, tmp_path):
     (tmp_path / "p.jsonl").write_text('{"prompt": "x"}\n' * 8)
-    model["tokens"] = 400
+    model["tokens"] = 600
     done = spec("-f", tmp_path / "p.jsonl", "--calibrate", "-o", tmp_path / "t.jsonl")
     assert done.status == 0, done.err
     written = valid(
@@ -295,6 +295,7 @@ def test_calibration(spec, model, valid, folder, tmp_path):
     )
     assert len(written["temperatures"]) == 5 and written["ece"]["after"] < written["ece"]["before"]
     assert "position\tdrafts\tECE before\tECE after\ttemperature" in done.out
+    assert "those of the trace stay" not in done.err
     elsewhere = tmp_path / "c.json"
     found = document(spec("--from", tmp_path / "t.jsonl", "--calibrate-to", elsewhere, "--json"))
     assert valid("spec-trace", found)["calibration"] == written == json.loads(elsewhere.read_text())
@@ -305,7 +306,7 @@ def test_calibration(spec, model, valid, folder, tmp_path):
 
 def test_calibration_refuses_few_outcomes(spec, folder, tmp_path):
     done = spec("-p", "x", "--calibrate", "-o", tmp_path / "t.jsonl")
-    assert done.status == 2 and "100 are needed at each position" in done.err
+    assert done.status == 2 and "1,000 are needed at each position" in done.err
     assert "{+" in done.out, "what ran is shown"
     assert not (folder / "confidence_temperatures.json").exists()
     assert (tmp_path / "t.jsonl").exists(), "what ran is kept"
@@ -321,7 +322,7 @@ def test_calibration_replaces_a_damaged_file(child, tmp_path):
     done = child(*args, fake=False)
     assert done.status == 4 and "hint: delete it, or deepinfer spec-trace --calibrate" in done.err
     done = child(*args, "--calibrate", "-o", tmp_path / "t.jsonl", fake=False)
-    assert done.status == 2 and "100 are needed at each position" in done.err
+    assert done.status == 2 and "1,000 are needed at each position" in done.err
     header = json.loads((tmp_path / "t.jsonl").read_text().splitlines()[0])
     assert header["speculation"]["temperatures"] == [1.0]
 
@@ -331,6 +332,15 @@ def test_calibration_keeps_temperatures_that_were_chosen(spec, model):
     spec("-p", "x", "--calibrate", **{name: "2"})
     settings = model["calls"][0][1]
     assert settings.mtp_temperature == (2.0,) and settings.source("mtp_temperature") != "flag"
+
+
+def test_calibration_says_when_it_changes_nothing(spec, tmp_path):
+    steps, answers, _ = traces.simulate(0, 8, tokens=900, temperatures=(2.0,))
+    made = traces.trace(steps, answers, temperatures=[2.0])
+    tracefile.write(made, tmp_path / "t.jsonl")
+    done = spec("--from", tmp_path / "t.jsonl", "--calibrate-to", tmp_path / "c.json")
+    assert done.status == 0 and "those of the trace stay" in done.err
+    assert json.loads((tmp_path / "c.json").read_text())["temperatures"] == [2.0] * 5
 
 
 def test_another_curve(spec, valid, tmp_path):

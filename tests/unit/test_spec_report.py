@@ -285,17 +285,26 @@ def test_bins_are_those_of_the_error():
 def test_calibration_makes_confidences_truer():
     steps, answers, _ = traces.simulate(8, requests=8, tokens=900)
     found = acceptance.calibrate(traces.trace(steps, answers))
-    assert len(found.temperatures) == 5 and min(found.counts) >= 100
+    assert len(found.temperatures) == 5 and min(found.counts) >= 1000
     # The simulated truth is the confidence at temperature 2.
     assert found.temperatures[0] == pytest.approx(2.0, rel=0.25)
     assert found.ece[1] < found.ece[0] / 2 and found.after[0] < found.before[0] / 2
     warmer, answers, _ = traces.simulate(8, 8, tokens=900, temperatures=found.temperatures)
     sums = acceptance.summary(traces.trace(warmer, answers))
-    assert sums["ece"] == pytest.approx(found.ece[1], abs=1e-9), "what the next run will see"
+    assert sums["ece"] < found.ece[1] + 0.005, "what the next run will see"
+
+
+def test_calibration_of_true_confidences_changes_nothing():
+    """What a fit makes of chance does not hold on outcomes that it did not see."""
+    for seed in range(4):
+        steps, answers, _ = traces.simulate(seed, 8, tokens=900, temperatures=(2.0,))
+        found = acceptance.calibrate(traces.trace(steps, answers, temperatures=[2.0]))
+        assert found.temperatures == (2.0,) * 5, "those of the trace"
+        assert found.after == found.before and found.ece[1] == found.ece[0] < 0.03
 
 
 def test_calibration_refuses_few_outcomes():
-    steps, answers, _ = traces.simulate(9, requests=2, tokens=80)
+    steps, answers, _ = traces.simulate(9, requests=2, tokens=800)
     with pytest.raises(UsageError) as caught:
         acceptance.calibrate(traces.trace(steps, answers))
     assert caught.value.code == "calibration-too-few" and "draft 1" in caught.value.facts[0]
