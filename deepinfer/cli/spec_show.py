@@ -35,7 +35,7 @@ def view(
         for line in text:
             output.data(trace_views.ascii_only(line) if plain else line)
 
-    if not sums["steps"] and name != "summary":
+    if not sums["steps"] and not trace.cut and name != "summary":
         output.say("no step decoded with drafts: a first token comes with its prompt", "dim")
     name = name or ("inline" if len(trace.sequences) == 1 else "summary")
     if name == "inline":

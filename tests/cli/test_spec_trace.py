@@ -214,6 +214,7 @@ def test_a_trace_that_was_cut_says_so(spec, saved):
         saved.write_text("".join(whole[: 1 + lines]))
         done = spec("--from", saved, "--view", "inline")
         assert done.status == 0
+        assert "first token" not in done.err
         assert f"warning: saved.jsonl has {lines} of {len(whole) - 1} steps" in done.err
         shown = done.out.count("more tokens, whose steps are not in the trace")
         assert shown == 2, "of both prompts"
