@@ -6,7 +6,7 @@ round over the prompts. Coupled: ids at temperature 1 for many seeds and prompts
 second drafted tokens of one prompt over many seeds, by rejection, against those of plain decoding,
 by a chi-square test of homogeneity.
 
-    python -m benchmarks.lossless --greedy 200                         # 20 minutes on one core
+    python -m benchmarks.lossless --greedy 200 --jobs 10               # or an hour on one core
     python -m benchmarks.lossless --accelerator nvidia --coupled 100 --law 20000
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import multiprocessing
 import sys
 from collections import Counter
 
@@ -35,36 +36,52 @@ def mixed(count: int) -> list[list[int]]:
     return [one for several in zip(*kinds, strict=True) for one in several][:count]
 
 
-def greedy(model: str | None, accelerator: str, count: int, tokens: int) -> dict[str, object]:
+def greedy(
+    model: str | None, accelerator: str, count: int, tokens: int, jobs: int
+) -> dict[str, object]:
     """Prompts whose ids differ, by batch size."""
-    asked, params = mixed(count), SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
-    with LLM(model, accelerator=accelerator, mtp=0, max_num_seqs=64) as llm:
-        expected = [one.token_ids for one in llm.generate(asked, params)]
     cells = list(itertools.product(LENGTHS, (False, True)))
-    wrong: dict[str, list[str]] = {str(batch): [] for batch in BATCHES}
-    accepted = 0
-    for number, (mtp, varlen) in enumerate(cells):
-        mine = range(number, count, len(cells))
-        with LLM(
-            model, accelerator=accelerator, mtp=mtp, mtp_varlen=varlen, max_num_seqs=max(BATCHES),
-            prefix_cache=False,
-        ) as llm:  # fmt: skip
-            for batch in BATCHES:
-                # A batch of 32 is filled up with other prompts, whose ids are compared as well.
-                order = list(mine)
-                if batch > len(order):
-                    order += [at for at in range(count) if at not in mine][: batch - len(order)]
-                for first in range(0, len(order), batch):
-                    some = order[first : first + batch]
-                    for at, got in zip(
-                        some, llm.generate([asked[at] for at in some], params), strict=True
-                    ):
-                        accepted += got.speculation["accepted"]
-                        if got.token_ids != expected[at]:
-                            wrong[str(batch)].append(f"prompt {at}, mtp {mtp}, varlen {varlen}")
-        print(f"greedy: mtp {mtp}, varlen {varlen}: {wrong}", flush=True)
+    asked = [
+        (model, accelerator, count, tokens, number, len(cells), *cell)
+        for number, cell in enumerate(cells)
+    ]
+    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+        found = pool.starmap(_cell, asked)
+    wrong = {str(b): [line for _, lines in found for line in lines[b]] for b in BATCHES}
     return {"bar": "greedy ids with drafts", "prompts": count, "tokens": tokens,
-            "accepted": accepted, "wrong": wrong}  # fmt: skip
+            "accepted": sum(accepted for accepted, _ in found), "wrong": wrong}  # fmt: skip
+
+
+def _cell(
+    model: str | None, accelerator: str, count: int, tokens: int, number: int, cells: int,
+    mtp: int, varlen: bool,
+) -> tuple[int, dict[int, list[str]]]:  # fmt: skip
+    """Accepted drafts, and wrong prompts by batch size, of one draft length and schedule."""
+    if accelerator == "cpu":
+        torch.set_num_threads(1)
+    asked, params = mixed(count), SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
+    # A batch of 32 is filled up with other prompts, whose ids are compared as well.
+    mine = list(range(number, count, cells))
+    filled = mine + [at for at in range(count) if at not in mine][: max(BATCHES) - len(mine)]
+    with LLM(model, accelerator=accelerator, mtp=0, max_num_seqs=64) as llm:
+        plain = llm.generate([asked[at] for at in filled], params)
+    expected = {at: one.token_ids for at, one in zip(filled, plain, strict=True)}
+    accepted, wrong = 0, {batch: [] for batch in BATCHES}
+    with LLM(
+        model, accelerator=accelerator, mtp=mtp, mtp_varlen=varlen, max_num_seqs=max(BATCHES),
+        prefix_cache=False,
+    ) as llm:  # fmt: skip
+        for batch in BATCHES:
+            order = mine if batch < len(mine) else filled
+            for first in range(0, len(order), batch):
+                some = order[first : first + batch]
+                got = llm.generate([asked[at] for at in some], params)
+                for at, one in zip(some, got, strict=True):
+                    accepted += one.speculation["accepted"]
+                    if one.token_ids != expected[at]:
+                        wrong[batch].append(f"prompt {at}, mtp {mtp}, varlen {varlen}")
+    print(f"greedy: mtp {mtp}, varlen {varlen}: {accepted} accepted, wrong {wrong}", flush=True)
+    return accepted, wrong
 
 
 def coupled(
@@ -152,13 +169,14 @@ def main() -> int:
     parser.add_argument("--greedy", type=int, default=0, help="prompts")
     parser.add_argument("--coupled", type=int, default=0, help="seeds, for each of 20 prompts")
     parser.add_argument("--law", type=int, default=0, help="draws")
+    parser.add_argument("--jobs", type=int, default=1, help="processes of the greedy check")
     parser.add_argument("--tokens", type=int, default=32, help="of each answer")
     asked = parser.parse_args()
     if asked.accelerator == "cpu":
         torch.set_num_threads(1)
     where, good = (asked.model, asked.accelerator), True
     if asked.greedy:
-        found = greedy(*where, asked.greedy, asked.tokens)
+        found = greedy(*where, asked.greedy, asked.tokens, asked.jobs)
         good = not any(found["wrong"].values())
         print(json.dumps(found))
     if asked.coupled:

@@ -116,6 +116,7 @@ class Answer:
             forbidden=forbidden,
             seen=request.prompt_ids if params.repetition_penalty != 1 else (),
             counts=counts,
+            attempt=sequence.preemptions,
         )
 
     def ends(self, token: int) -> bool:

@@ -423,6 +423,7 @@ class LLM:
         ]
         part = logits if len(wanted) == len(logits) else logits[wanted]
         scores = self._drafter.scores(sequences) if self._drafter else None
+        # Without drafts every rule chooses the same.
         rule = self.parts.drafting.verify if self.parts.drafting else "coupled"
         return verify(part, rows, [sequence.drafts for sequence in sequences], scores, rule)
 

@@ -31,7 +31,8 @@ class Row:
 
     seed, position: name its noise; position is that of the token to be chosen. forbidden: ids that
     cannot be chosen now. seen: ids of the prompt; counts: how often each id was generated (both
-    only for penalties).
+    only for penalties). attempt: how often its request lost its memory before;
+    drafts of rejection sampling are others then.
     """
 
     params: SamplingParams
@@ -40,6 +41,7 @@ class Row:
     forbidden: tuple[int, ...] = ()
     seen: Collection[int] = ()
     counts: Mapping[int, int] = field(default_factory=dict)
+    attempt: int = 0
 
     @property
     def plain(self) -> bool:

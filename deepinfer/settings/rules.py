@@ -61,6 +61,9 @@ def derive(values: Mapping[str, Value]) -> tuple[dict[str, Value], list[str]]:
         out["prefill_chunk"] = Value(out["max_num_batched_tokens"].value)
     if out["mtp"].value == 0:
         warnings += _unused(out, "mtp_varlen", False, f"drafting is off ({out['mtp'].origin})")
+    elif out["mtp_varlen"].value:
+        why = f"the schedule decides ({out['mtp_varlen'].origin})"
+        warnings += _unused(out, "mtp_threshold", None, why)
     if not out["prefix_cache"].value:
         why = f"the prefix cache is off ({out['prefix_cache'].origin})"
         warnings += _unused(out, "prefix_cache_dir", None, why)

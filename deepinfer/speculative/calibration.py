@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 _GRID = np.exp(np.linspace(np.log(0.2), np.log(5.0), 65))  # 1.0 is its middle
-_BINS = 15
-_LEAST = 100  # outcomes below which a position keeps temperature 1
+BINS = 15
+LEAST = 500  # outcomes below which a position keeps temperature 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ def fit(logits: np.ndarray, verified: np.ndarray, accepted: np.ndarray) -> tuple
 
     logits: float [blocks, drafts]. verified, accepted: how many drafts of each block were looked at
     and stood, whole numbers [blocks]. What was not looked at is not counted; that it was not may
-    have depended on confidences, never on the outcome. Least calibration error on a grid from 0.2
-    to 5; of equal ones (to 1e-4) least logarithmic loss.
+    have depended on confidences, never on the outcome. Least logarithmic loss on a grid from 0.2 to
+    5: a proper score, where calibration error of few outcomes is mostly chance.
     """
     out: list[float] = []
     before = np.ones(len(logits))
@@ -43,9 +43,9 @@ def fit(logits: np.ndarray, verified: np.ndarray, accepted: np.ndarray) -> tuple
         seen = (verified > at) & np.isfinite(logits[:, at])
         stood = (accepted > at)[seen].astype(np.float64)
         best = 1.0
-        if len(stood) >= _LEAST:
+        if len(stood) >= LEAST:
             best = min(
-                _GRID, key=lambda t: _badness(before[seen] * _chance(logits[seen, at], t), stood)
+                _GRID, key=lambda t: _loss(before[seen] * _chance(logits[seen, at], t), stood)
             )
         out.append(float(best))
         before = before * np.nan_to_num(_chance(logits[:, at], best))
@@ -66,16 +66,15 @@ def _chance(logits: np.ndarray, temperature: float) -> np.ndarray:
     return 1 / (1 + np.exp(-np.clip(logits / temperature, -60, 60)))
 
 
-def _badness(predicted: np.ndarray, stood: np.ndarray) -> tuple[float, float]:
+def _loss(predicted: np.ndarray, stood: np.ndarray) -> float:
     inside = np.clip(predicted, 1e-12, 1 - 1e-12)
-    loss = -np.mean(stood * np.log(inside) + (1 - stood) * np.log1p(-inside))
-    return round(_ece(predicted, stood), 4), float(loss)
+    return float(-np.mean(stood * np.log(inside) + (1 - stood) * np.log1p(-inside)))
 
 
 def _ece(predicted: np.ndarray, stood: np.ndarray) -> float:
     """sum over bins of |sum of chances - sum of outcomes| / n."""
-    bins = np.minimum((predicted * _BINS).astype(int), _BINS - 1)
-    gaps = np.bincount(bins, predicted - stood, _BINS)
+    bins = np.minimum((predicted * BINS).astype(int), BINS - 1)
+    gaps = np.bincount(bins, predicted - stood, BINS)
     return float(np.abs(gaps).sum() / len(stood))
 
 

@@ -7,7 +7,9 @@ It must not know the draft network, pages, text or why an answer ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,6 +24,9 @@ from deepinfer.speculative.schedule import DraftRules
 from deepinfer.speculative.timing import StepTimes
 from deepinfer.speculative.trace import TraceStep
 from deepinfer.speculative.verify import propose
+
+_PATIENCE = 4  # steps in vain before drafting stops ...
+_PROBE = 16  # ... but for one of so many
 
 
 class Block(Protocol):
@@ -77,10 +82,11 @@ class Drafter:
         self.watch: Callable[[TraceStep], object] | None = None
         self._runner, self._on_warning = runner, on_warning
         self._warned: set[str] = set()
-        self._schedule = schedule.Schedule(times)
+        self._schedule = schedule.Schedule(times, times.knows)
         self._step = 0
         self._budget: int | None = None
         self._limit = 0
+        self._vain = 0  # steps in a row whose drafts cost more than they gave
         self._held: dict[Generation, _Held] = {}
         self._judged: dict[Generation, _Held] = {}
         self._scores: list[torch.Tensor | None] = []
@@ -96,15 +102,12 @@ class Drafter:
         ready: dict[Generation, _Held] = {}
         for sequence in running:
             sequence.drafts = ()
-            held = self._held.get(sequence)
-            if held and sequence.pending == 1 and held.proposal.position == len(sequence.tokens):
-                ready[sequence] = held
+            if sequence in self._held:
+                ready[sequence] = self._held[sequence]
         values = [held.proposal.survivals for held in ready.values()]
-        self._budget, self._limit = None, spare
+        self._budget, self._limit = (0 if rules.varlen else None), spare
         if rules.varlen and ready:
-            counts = {at.order: len(held.proposal.drafts) for at, held in ready.items()}
-            self._budget = self._schedule.budget(self._step, counts, self.times.noise, spare)
-            shares = schedule.split(values, self._budget)
+            shares = self._scheduled(running, ready, spare)
         elif rules.threshold is not None:
             shares = [schedule.cut(some, rules.threshold) for some in values]
         else:
@@ -112,6 +115,31 @@ class Drafter:
         for (sequence, held), share in zip(ready.items(), shares, strict=True):
             held.split = min(share, held.useful)
             sequence.drafts = held.proposal.drafts[: held.split]
+
+    def _scheduled(
+        self, running: Sequence[Generation], ready: Mapping[Generation, _Held], spare: int
+    ) -> list[int]:
+        """How many drafts of each request the schedule verifies.
+
+        Requests with one seed share their noise: by its tokens and confidences one tells what
+        another will draft and how that will be judged. They verify all they have, whatever
+        anybody's confidence, and nobody's share depends on them.
+        """
+        alike = Counter(sequence.request.seed for sequence in running)
+        own = {at: held for at, held in ready.items() if alike[at.request.seed] == 1}
+        counts = {at.order: len(held.proposal.drafts) for at, held in own.items()}
+        shares: dict[Generation, int] = {}
+        if own:
+            values = [held.proposal.survivals for held in own.values()]
+            self._budget = self._schedule.budget(self._step, counts, self.times.noise, spare)
+            split = schedule.split(values, self._budget)
+            shares = dict(zip(own, split, strict=True))
+            gain = sum(sum(some[:share]) for some, share in zip(values, split, strict=True))
+            alone, rows = len(own), len(own) + sum(split)
+            plain = self.times.target(alone) if self.times.knows(alone) else math.inf
+            worth = (alone + gain) * plain > alone * self.times(rows, alone)
+            self._vain = 0 if worth else self._vain + 1
+        return [shares.get(at, held.useful) for at, held in ready.items()]
 
     def scores(self, sequences: Sequence[Generation]) -> torch.Tensor | None:
         """What `verify` needs of the drafts to be judged, float64 [drafts, vocab], or None."""
@@ -147,7 +175,8 @@ class Drafter:
         """Draft for these requests, each of whose newest token is not in memory yet."""
         self._held, self._scores = {}, []
         asking = [one for one in asking if one.sequence.missing > 1]
-        if not asking:
+        vain = self._vain >= _PATIENCE and self._step % _PROBE
+        if not asking or vain:
             return
         sequences = [one.sequence for one in asking]
         block = self._runner.draft_block([_request(sequence) for sequence in sequences])
@@ -179,7 +208,7 @@ class Drafter:
         if self.watch:
             self._tell(rows, requests, (target + rest) * 1e3)
         if pure and requests:
-            self.times.observe(rows, requests, target, rest)
+            self.times.observe(rows, requests, target, rest if self._held else None)
         self._judged = {}
         self._step += 1
 

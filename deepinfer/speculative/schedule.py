@@ -70,6 +70,7 @@ def budget(
     time: Time,
     noise: float = 0.0,
     limit: int | None = None,
+    knows: Callable[[int], bool] = lambda rows: True,
 ) -> int:
     """The number k of extra rows with the most (requests + survivals of the best k drafts) /
     time(requests + k, requests): the global maximum, the first of equal ones.
@@ -77,7 +78,8 @@ def budget(
     samples: survivals of all drafts of the batch, in any order; of several such lists, all of one
     length, the mean of their sums counts. Then further rows that are free: as many as change the
     time by no more than the part `noise` of it, what its measurement can resolve. limit: most extra
-    rows that may run. O(rows log rows) a sample.
+    rows that may run. knows: was a step of so many rows measured? What was not cannot call others
+    free. O(rows log rows) a sample.
     """
     most = len(samples[0]) if samples else 0
     if limit is not None:
@@ -87,6 +89,8 @@ def budget(
     seconds = [time(requests + k, requests) for k in range(most + 1)]
     rates = [(requests + gain) / cost for gain, cost in zip(gains, seconds, strict=True)]
     best = rates.index(max(rates))
+    if not knows(requests + best):
+        return best
     free = range(most, best, -1)
     return next((k for k in free if seconds[k] <= seconds[best] * (1 + noise)), best)
 
@@ -119,14 +123,14 @@ class Schedule:
     Steps are numbered, so that planning a step ahead of the device gives the same plans.
     """
 
-    def __init__(self, time: Time) -> None:
-        self.time = time
+    def __init__(self, time: Time, knows: Callable[[int], bool] = lambda rows: True) -> None:
+        self.time, self.knows = time, knows
         self._steps: dict[int, Mapping[Hashable, Sequence[float]]] = {}
 
     def learn(self, step: int, drafted: Mapping[Hashable, Sequence[float]]) -> None:
         """Survivals of what was drafted in `step`, by request."""
         self._steps[step] = drafted
-        for old in [old for old in self._steps if old <= step - _AGE - _BLOCKS]:
+        for old in list(self._steps)[: -_AGE - _BLOCKS]:
             del self._steps[old]
 
     def budget(
@@ -144,10 +148,9 @@ class Schedule:
         wanted = -(-_BLOCKS // max(1, len(drafts)))
         known: dict[Hashable, Sequence[float]] = {}
         samples = []
-        for old in range(step - _AGE, step - _AGE - wanted, -1):
-            if samples and old not in self._steps:
-                break
-            known |= self._steps.get(old, {})
+        usable = [made for old, made in reversed(self._steps.items()) if old <= step - _AGE]
+        for made in usable[:wanted] or [{}]:
+            known |= made
             samples.append(
                 [
                     value
@@ -155,4 +158,4 @@ class Schedule:
                     for value in (*known.get(request, ()), *(1.0,) * count)[:count]
                 ]
             )
-        return budget(samples, len(drafts), self.time, noise, limit)
+        return budget(samples, len(drafts), self.time, noise, limit, self.knows)

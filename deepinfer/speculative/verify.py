@@ -19,8 +19,6 @@ from deepinfer.sampling import rng, sampler
 from deepinfer.sampling.logits import Row, process, weights
 from deepinfer.speculative.proposal import Verdict
 
-RULES = ("rejection", "coupled")
-
 _BLOCK = 1 << 20  # elements of a block of requests: bounds the float64 temporaries
 _FINE = 1 << 52  # weight of 1.0 in a residual; exact in float64
 
@@ -37,7 +35,8 @@ def propose(
     Greedy and coupled drafts are drawn exactly as the target's token of that position will be.
     Rejection needs noise of its own, and a new one each time a position is drafted: how much is
     verified may depend on confidences of earlier steps, hence on what was drafted here before.
-    Positions move towards the front of the block from step to step, so the slot tells them apart.
+    Positions move towards the front of the block from step to step, so the slot tells them apart,
+    and the attempt where a request lost its memory and starts again.
     """
     by_rejection = [at for at, row in enumerate(rows) if _rejects(row, rule)]
     if not by_rejection:
@@ -56,15 +55,17 @@ def propose(
         chosen = [rows[at] for at in block]
         x, fine = _scores(logits[block], chosen)
         scores[block] = x
-        streams = [rng.key(row.seed, row.position, draft_purpose(slot)) for row in chosen]
+        streams = [
+            rng.key(row.seed, row.position, draft_purpose(slot, row.attempt)) for row in chosen
+        ]
         for at, token, good in zip(block, _highest(x, streams), fine.tolist(), strict=True):
             ids[at] = token if good else -1
     return ids, scores
 
 
-def draft_purpose(slot: int) -> int:
+def draft_purpose(slot: int, attempt: int = 0) -> int:
     """Names the noise of a draft in rejection sampling: see `propose`."""
-    return rng.DRAFT + (slot << 8)
+    return rng.DRAFT + (slot << 8) + (attempt << 16)
 
 
 def verify(

@@ -42,7 +42,7 @@ def test_fit_finds_the_temperatures_and_calibrates(varlen):
 
 
 def test_too_few_outcomes_leave_a_position_alone():
-    logits, verified, accepted = blocks(400)
+    logits, verified, accepted = blocks(800)
     verified[:] = 1
     found = fit(logits, verified, np.minimum(accepted, 1))
     assert found[0] != 1.0 and found[1:] == (1.0,) * 4

@@ -18,6 +18,8 @@ from deepinfer.speculative import schedule, verify  # noqa: E402
 
 G = np.uint64(rng.G)
 
+RULES = ("rejection", "coupled")
+
 
 def mixed(x):
     """`rng.mix` of many words at once."""
@@ -351,7 +353,7 @@ def one_by_one(x, rows, drafts, scores, rule):
     return out
 
 
-@pytest.mark.parametrize("rule", verify.RULES)
+@pytest.mark.parametrize("rule", RULES)
 def test_a_ragged_batch_is_its_requests_one_by_one(rule, monkeypatch):
     some = [batch(seed, rule=rule) for seed in range(4)]
     together = [verify.verify(*one, rule) for one in some]
@@ -366,7 +368,7 @@ def test_a_ragged_batch_is_its_requests_one_by_one(rule, monkeypatch):
     assert together == [verify.verify(*one, rule) for one in some], "blocks of requests show"
 
 
-@pytest.mark.parametrize("rule", verify.RULES)
+@pytest.mark.parametrize("rule", RULES)
 def test_a_broken_row_concerns_its_request_alone(rule):
     for seed in range(2):
         x, rows, drafts, scores = batch(seed, rule=rule)
@@ -395,7 +397,7 @@ def test_no_draft_is_plain_sampling():
     assert [verdict.tokens for verdict in got] == [(token,) for token in plain]
 
 
-@pytest.mark.parametrize("rule", verify.RULES)
+@pytest.mark.parametrize("rule", RULES)
 def test_a_draft_of_minus_one_ends_the_block(rule):
     for seed in range(2):
         x, rows, drafts, scores = batch(seed, rule=rule)
@@ -411,7 +413,7 @@ def test_a_draft_of_minus_one_ends_the_block(rule):
             at, behind = at + len(ids) + 1, behind + len(ids)
 
 
-@pytest.mark.parametrize("rule", verify.RULES)
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_broken_drafter_breaks_nothing(rule, temperature):
     x = torch.tensor([[0.0, 1.0, 2.0], [math.nan, 0.0, 0.0], [-math.inf, 0.0, 0.0]])
@@ -425,7 +427,7 @@ def test_a_broken_drafter_breaks_nothing(rule, temperature):
     assert not any(verdict.broken for verdict in got)
 
 
-@pytest.mark.parametrize("rule", verify.RULES)
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_what_is_forbidden_in_one_row_is_so_in_that_row(rule, temperature):
     """min_tokens 3 against a target and a drafter that want the end, id 0, at once."""
@@ -451,7 +453,7 @@ def test_what_is_forbidden_in_one_row_is_so_in_that_row(rule, temperature):
 
 def test_nothing_allowed_is_broken():
     x = torch.zeros(2, 3)
-    for rule in verify.RULES:
+    for rule in RULES:
         for temperature in (0.0, 1.0):
             rows = [row(1, 4, temperature), row(1, 5, temperature, forbidden=(0, 1, 2))]
             for draft in range(3):
@@ -462,7 +464,7 @@ def test_nothing_allowed_is_broken():
                 assert len(verdict.tokens) == 1
 
 
-@pytest.mark.parametrize("rule", verify.RULES)
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_behind_the_end_of_a_grammar(rule, temperature):
     """Ids 1 and 0 (the end) are all that is allowed, then nothing is; drafts of every length go on
