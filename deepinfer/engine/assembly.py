@@ -212,10 +212,13 @@ def _step_times(
 
     import deepinfer
 
-    if settings.decode_perf_cache_dir is None:
+    if settings.decode_perf_cache_dir is None or not settings.mtp:
         return StepTimes(), _nothing
     folder = Path(settings.decode_perf_cache_dir)
-    build = (checkpoint.identity(), deepinfer.__version__, torch.__version__, numerics)
+    build = (
+        checkpoint.identity(), deepinfer.__version__, torch.__version__, numerics,
+        settings.dtype, settings.mtp, torch.get_num_threads(),
+    )  # fmt: skip
     identity = hashlib.blake2b(repr(build).encode(), digest_size=16).hexdigest()
     times = StepTimes.load(folder, identity, settings.decode_perf_cache_ttl_sec, warn)
     return times, lambda: times.save(folder, identity, warn)

@@ -41,7 +41,8 @@ def main() -> None:
         SamplingParams(max_tokens=80, temperature=t, top_p=0.95 if t else 1.0, seq_seed=i)
         for i, (_, t) in enumerate(asked)
     ]
-    with LLM(args.model_dir) as llm:
+    # Coupled: the ids of plain decoding, with drafts or without.
+    with LLM(args.model_dir, verify="coupled") as llm:
         results = llm.generate([prompt for prompt, _ in asked], params)
     for i, ((prompt, t), result) in enumerate(zip(asked, results, strict=True)):
         print(f"{i}. temperature {t}\n\n```python\n{prompt}{result.text}\n```\n")
