@@ -19,9 +19,6 @@ from deepinfer.speculative.trace import Trace, TraceStep
 if TYPE_CHECKING:
     import numpy as np
 
-BINS = 15  # of equal width, as in `calibration.Quality`
-LEAST = 1000  # outcomes of a draft that a temperature asks for: half to fit, half to judge
-
 
 def summary(trace: Trace) -> dict[str, Any]:
     """The `summary` of `spec-trace --json`.
@@ -75,6 +72,8 @@ def outcomes(steps: Sequence[TraceStep]) -> list[list[tuple[float, bool]]]:
 
 def reliability(pairs: Sequence[tuple[float, bool]]) -> list[dict[str, float]]:
     """Bins of equal width that have drafts: low, high, count, predicted and observed mean."""
+    from deepinfer.speculative.calibration import BINS
+
     out = []
     for at in range(BINS):
         inside = [pair for pair in pairs if min(int(pair[0] * BINS), BINS - 1) == at]
@@ -111,19 +110,20 @@ def calibrate(trace: Trace) -> Calibration:
     trace stay: such a fit is one to chance. Raises UsageError where a position has fewer than 1,000
     verified drafts.
     """
-    from deepinfer.speculative.calibration import fit
+    from deepinfer.speculative.calibration import LEAST, fit
 
+    enough = 2 * LEAST  # half to fit, half to judge
     rule = trace.header["speculation"]
     drafts = rule["mtp"]
     steps = sorted(trace.steps, key=lambda step: (step.seq, step.pos))
     counts = tuple(sum(step.judged > at for step in steps) for at in range(drafts))
-    few = next((at for at, count in enumerate(counts) if count < LEAST), None)
+    few = next((at for at, count in enumerate(counts) if count < enough), None)
     if few is not None or not counts:
         at = few or 0
         raise UsageError(
             "calibration-too-few", "too few drafts were verified to fit temperatures",
             [f"draft {at + 1} was verified {counts[at] if counts else 0:,} times, "
-             f"{LEAST:,} are needed at each position"],
+             f"{enough:,} are needed at each position"],
             "more prompts (-f PROMPTS.jsonl), more tokens (-n 1024), or --no-mtp-varlen",
         )  # fmt: skip
     temperatures = fit(*_arrays(steps[::2], drafts))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -25,13 +25,19 @@ from deepinfer.speculative.trace import TraceStep
 _LONGEST = 1e9
 
 
+def _always(rows: int) -> bool:
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Seconds of a step by rows and requests, and the part of them that means nothing."""
+    """Seconds of a step by rows and requests, the part of them that means nothing, and whether
+    those of so many rows were measured."""
 
     name: str
     time: Time
     noise: float
+    knows: Callable[[int], bool] = _always
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +57,7 @@ def reschedule(steps: Sequence[TraceStep], curve: Curve) -> list[Choice]:
 
     What a step verifies was drafted in the step before it, so that is when it was learned.
     """
-    schedule = Schedule(curve.time)
+    schedule = Schedule(curve.time, curve.knows)
     out = []
     for number, together in groupby(sorted(steps, key=lambda s: s.step), key=lambda s: s.step):
         drafted = sorted((s for s in together if s.draft_ids), key=lambda s: s.seq)
@@ -123,7 +129,7 @@ def load(path: Path) -> Curve:
         raise _refused(f"{path.name} is not a time curve") from None
     if not times.target.samples:
         raise _refused(f"{path.name} has no times")
-    return Curve(path.name, times, times.noise)
+    return Curve(path.name, times, times.noise, times.knows)
 
 
 def _count(word: str) -> int:

@@ -336,7 +336,7 @@ def test_calibration_keeps_temperatures_that_were_chosen(spec, model):
 
 
 def test_calibration_says_when_it_changes_nothing(spec, tmp_path):
-    steps, answers, _ = traces.simulate(0, 8, tokens=900, temperatures=(2.0,))
+    steps, answers, _ = traces.simulate(0, 8, tokens=1000, temperatures=(2.0,))
     made = traces.trace(steps, answers, temperatures=[2.0])
     tracefile.write(made, tmp_path / "t.jsonl")
     done = spec("--from", tmp_path / "t.jsonl", "--calibrate-to", tmp_path / "c.json")

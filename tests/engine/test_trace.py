@@ -67,7 +67,7 @@ def test_the_live_curve_gives_the_live_choices(folder, seqs):
                 times.observe(rows, 1, 0.02 + 0.002 * max(0, rows - 5) + again / 1e5, 0.001)
         times.observe = lambda *measured: None
         _, steps = llm.trace(PROMPTS, params())
-    found = reschedule.reschedule(steps, reschedule.Curve("live", times, times.noise))
+    found = reschedule.reschedule(steps, reschedule.Curve("live", times, times.noise, times.knows))
     assert {c.step: c.budget for c in found} == {s.step: s.budget for s in steps if s.draft_ids}
     for choice in found:
         together = {s.seq: s.split for s in steps if s.step == choice.step and s.draft_ids}

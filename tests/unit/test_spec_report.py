@@ -283,13 +283,13 @@ def test_bins_are_those_of_the_error():
 
 
 def test_calibration_makes_confidences_truer():
-    steps, answers, _ = traces.simulate(8, requests=8, tokens=900)
+    steps, answers, _ = traces.simulate(8, requests=8, tokens=1000)
     found = acceptance.calibrate(traces.trace(steps, answers))
     assert len(found.temperatures) == 5 and min(found.counts) >= 1000
     # The simulated truth is the confidence at temperature 2.
     assert found.temperatures[0] == pytest.approx(2.0, rel=0.25)
     assert found.ece[1] < found.ece[0] / 2 and found.after[0] < found.before[0] / 2
-    warmer, answers, _ = traces.simulate(8, 8, tokens=900, temperatures=found.temperatures)
+    warmer, answers, _ = traces.simulate(8, 8, tokens=1000, temperatures=found.temperatures)
     sums = acceptance.summary(traces.trace(warmer, answers))
     assert sums["ece"] < found.ece[1] + 0.005, "what the next run will see"
 
@@ -297,7 +297,7 @@ def test_calibration_makes_confidences_truer():
 def test_calibration_of_true_confidences_changes_nothing():
     """What a fit makes of chance does not hold on outcomes that it did not see."""
     for seed in range(4):
-        steps, answers, _ = traces.simulate(seed, 8, tokens=900, temperatures=(2.0,))
+        steps, answers, _ = traces.simulate(seed, 8, tokens=1000, temperatures=(2.0,))
         found = acceptance.calibrate(traces.trace(steps, answers, temperatures=[2.0]))
         assert found.temperatures == (2.0,) * 5, "those of the trace"
         assert found.after == found.before and found.ece[1] == found.ece[0] < 0.03
@@ -372,7 +372,16 @@ def test_curves_from_files(tmp_path):
     [saved] = (tmp_path / "saved").iterdir()
     curve = reschedule.load(saved)
     assert curve.noise == times.noise > 0
-    assert all(curve.time(rows, 1) == times(rows, 1) for rows in range(1, 20))
+    for rows in range(1, 40):
+        assert curve.time(rows, 1) == times(rows, 1) and curve.knows(rows) == times.knows(rows)
+
+
+def test_what_was_not_measured_calls_no_row_free():
+    steps, _, _ = traces.simulate(2, 2, tokens=40, varlen=True)
+    noisy = reschedule.Curve("noisy", steep, 9.0)
+    guessed = replace(noisy, knows=lambda rows: False)
+    known, unknown = (reschedule.reschedule(steps, some) for some in (noisy, guessed))
+    assert sum(c.budget for c in unknown) < sum(c.budget for c in known)
 
 
 @pytest.mark.parametrize(
