@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from deepinfer import LLM, SamplingParams
 from deepinfer.core.step import Chunk, StepPlan
 from deepinfer.kvcache.draft import DraftRequest, RingContext
 from deepinfer.model import block as block_room
@@ -321,3 +322,20 @@ def test_speculative_runs(name):
     print(f"{name}: {total} steps, {compared} compared, {clear} the same in everything")
     assert compared >= 0.9 * total
     assert clear >= 0.8 * total
+
+
+@pytest.mark.parametrize(("mtp", "varlen"), [(5, False), (3, True)])
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_the_engine_gives_the_golden_runs(name, mtp, varlen):
+    """The same outputs out of `LLM`, all prompts side by side. Ten combinations hold; two stay in
+    the suite, which is long."""
+    cases = golden.cases(name, "speculative_run")
+    prompts, length = [c["token_ids"] for c in cases], len(cases[0]["output"])
+    params = SamplingParams(max_tokens=length, temperature=0, ignore_eos=True)
+    with LLM(
+        golden.GOLDEN / name / "checkpoint", accelerator="cpu", swa_keep="full", max_num_seqs=16,
+        mtp=mtp, mtp_varlen=varlen,
+    ) as llm:  # fmt: skip
+        got = llm.generate(prompts, params)
+    assert [list(one.token_ids) for one in got] == [c["output"] for c in cases]
+    assert varlen or sum(one.speculation["accepted"] for one in got) > 0
