@@ -23,9 +23,8 @@ class Sequence:
     order: arrival number, small is old. full: run every layer on every row, from token 0. tokens:
     prompt and generated ids. computed: how many of them are in memory. slot, pages: what it owns
     while running, None and [] otherwise. drafts: guesses of what follows its tokens, to be verified
-    in the next step.
-    preemptions: how often it lost its memory. counts: of generated ids, kept only where penalties
-    need them.
+    in the next step. preemptions: how often it lost its memory. counts: of generated ids, kept only
+    where penalties need them.
     replay: how its prompt is computed. names: of its whole pages (`kvcache.prefix`), the first
     `named` of which others can find. windows: page of the sequence -> window page being filled.
     restore: window pages that its first rows need. answered: pages of its answer whose window rows

@@ -64,10 +64,7 @@ def outcomes(steps: Sequence[TraceStep]) -> list[list[tuple[float, bool]]]:
     """By draft position: predicted survival, and whether the draft and all before it stood, of
     each draft that was verified before the end of the answer. The others' fate is not known."""
     most = max((len(step.draft_ids) for step in steps), default=0)
-    return [
-        [(step.survival[at], step.accepted > at) for step in steps if step.judged > at]
-        for at in range(most)
-    ]
+    return _judged(steps, [step.survival for step in steps], most)
 
 
 def reliability(pairs: Sequence[tuple[float, bool]]) -> list[dict[str, float]]:

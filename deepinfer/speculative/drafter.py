@@ -104,12 +104,13 @@ class Drafter:
             sequence.drafts = ()
             if sequence in self._held:
                 ready[sequence] = self._held[sequence]
-        values = [held.proposal.survivals for held in ready.values()]
         self._budget, self._limit = (0 if rules.varlen else None), spare
         if rules.varlen and ready:
             shares = self._scheduled(running, ready, spare)
         elif rules.threshold is not None:
-            shares = [schedule.cut(some, rules.threshold) for some in values]
+            shares = [
+                schedule.cut(held.proposal.survivals, rules.threshold) for held in ready.values()
+            ]
         else:
             shares = [rules.length] * len(ready)
         for (sequence, held), share in zip(ready.items(), shares, strict=True):
