@@ -112,8 +112,12 @@ def _print(
             output.warn(line)
     if show_ops:
         output.table(
-            ("operation", "back end", "available", "why"),
-            [(o["op"], o["backend"], ", ".join(o["available"]), o["why"]) for o in report["ops"]],
+            ("operation", "back end", "available", "fixed order", "why"),
+            [
+                (o["op"], o["backend"], ", ".join(o["available"]),
+                 "yes" if o["fixed_order"] else "no", o["why"])
+                for o in report["ops"]
+            ],
             "Operations",
         )
     if not show_settings and not show_ops:
@@ -135,7 +139,8 @@ def _shown(value: object) -> str:
 
 
 def operations(settings: Settings) -> list[dict[str, Any]]:
-    """Operation, chosen back end, those available, why; empty where torch is missing."""
+    """Operation, chosen back end, those available, whether it keeps a row's bits in any company,
+    why; empty where torch is missing."""
     try:
         from deepinfer.device.detect import TORCH_DEVICE, pick
         from deepinfer.ops.registry import explain
@@ -146,6 +151,12 @@ def operations(settings: Settings) -> list[dict[str, Any]]:
     except (ImportError, DeepinferError, OSError):
         return []
     return [
-        {"op": c.op, "backend": c.backend, "available": list(c.available), "why": c.why}
+        {
+            "op": c.op,
+            "backend": c.backend,
+            "available": list(c.available),
+            "fixed_order": c.fixed_order,
+            "why": c.why,
+        }
         for c in choices
     ]

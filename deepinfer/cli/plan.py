@@ -45,15 +45,15 @@ def print_plan(output: Output, settings: Settings, text: str, params: SamplingPa
     checkpoint = open_checkpoint(folder, settings.origin("model_dir"))
     settings = for_model(settings, checkpoint.config)
     accelerator = pick(settings.accelerator, settings.origin("accelerator"))
-    settings = for_device(settings, accelerator)
+    # Raises for an op or a back end that is not there.
+    order_dependent = registry.order_dependent(
+        TORCH_DEVICE[accelerator], [f"{op}={name}" for op, name in settings.backend.items()]
+    )
+    settings = for_device(settings, accelerator, order_dependent)
     config = checkpoint.config
     tokenizer = None
     if checkpoint.tokenizer_file:
         tokenizer = Tokenizer(checkpoint.tokenizer_file, config.bos_token_id, config.vocab_size)
-    # Raises for an op or a back end that is not there; the choice itself is not needed.
-    registry.explain(
-        TORCH_DEVICE[accelerator], [f"{op}={name}" for op, name in settings.backend.items()]
-    )
     found = find()
     memory = found.cpu.free_bytes
     if accelerator != "cpu":

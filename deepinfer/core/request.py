@@ -338,8 +338,9 @@ class Completion(Record):
     """One answer. The fields are those of `run --json` and a promise to scripts.
 
     prompt_logprobs: one entry per prompt token, None for the first. seed: of this sequence; as
-    `seq_seed` it gives the same answer again. replay: how the prompt was prefilled. error: None
-    unless the finish reason is "error"; tokens made before it are kept.
+    `seq_seed` it gives the same answer again. batch_invariant: the promise of serving semantics §6
+    was active, and every op of this engine runs on a back end that keeps it. replay: how the prompt
+    was prefilled. error: None unless the finish reason is "error"; tokens made before it are kept.
     """
 
     index: int

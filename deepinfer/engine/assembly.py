@@ -113,15 +113,15 @@ def assemble(settings: Settings, warn: Callable[[str], object]) -> Parts:
     checkpoint = open_checkpoint(folder, origin)
     settings = for_model(settings, checkpoint.config)
     accelerator = detect.pick(settings.accelerator, settings.origin("accelerator"))
-    settings = for_device(settings, accelerator)
     device = detect.TORCH_DEVICE[accelerator]
+    overrides = [f"{op}={name}" for op, name in settings.backend.items()]
+    settings = for_device(settings, accelerator, registry.order_dependent(device, overrides))
     config = _with_dtype(checkpoint.config, settings.dtype)
     tokenizer = None
     if checkpoint.tokenizer_file:
         tokenizer = Tokenizer(checkpoint.tokenizer_file, config.bos_token_id, config.vocab_size)
     token_map = _token_map(checkpoint)
     free, keep = plan_weights(checkpoint, _free_bytes(device), settings.mtp > 0)
-    overrides = [f"{op}={name}" for op, name in settings.backend.items()]
     ops = registry.build(device, overrides, keep_weights=keep)
     rule = ReplayRule.of(config, settings.replay_mode, settings.swa_keep)
     sizes, warnings = plan_sizes(settings, config, free)

@@ -2,7 +2,9 @@
 
 Comes in: a device type and overrides ("op=back end", "all=back end"). Goes out: ``Ops``. A back
 end is a package ``deepinfer.ops.<name>`` with one module a family; an op without a torch
-reference cannot exist. Must not know the model or settings.
+reference cannot exist. The package's ``FIXED_ORDER`` names, per device type, the ops that keep the
+promise of model spec §7.2: a row's bits depend on no other row, batch size or chunk. What a back
+end does not name it does not promise. Must not know the model or settings.
 """
 
 from __future__ import annotations
@@ -28,12 +30,16 @@ BACKENDS: dict[str, tuple[str, ...]] = {"torch": ("cpu", "cuda", "npu")}
 
 @dataclass(frozen=True)
 class Choice:
-    """One line of the explanation: the chosen back end, those that hold the op, and why."""
+    """One line of the explanation: the chosen back end, those that hold the op, and why.
+
+    fixed_order: the back end promises that a row's bits do not depend on its company.
+    """
 
     op: str
     backend: str
     available: tuple[str, ...]
     why: str
+    fixed_order: bool
 
 
 class Ops:
@@ -56,6 +62,12 @@ def implementation(spec: OpSpec, backend: str) -> Callable[..., Any] | None:
             raise  # the module is there; something that it needs is not
         return None
     return getattr(module, spec.name, None)
+
+
+def fixed_order(backend: str, device: str) -> frozenset[str]:
+    """Ops whose rows keep their bits in any company, as the back end declares for a device type."""
+    package = importlib.import_module(f"deepinfer.ops.{backend}")
+    return getattr(package, "FIXED_ORDER", {}).get(device, frozenset())
 
 
 def parse_overrides(overrides: Iterable[str]) -> dict[str, str]:
@@ -103,8 +115,13 @@ def explain(device: str, overrides: Iterable[str] = ()) -> list[Choice]:
             )
         else:
             backend, why = held[-1], f"{want} does not hold it"
-        lines.append(Choice(name, backend, tuple(held), why))
+        lines.append(Choice(name, backend, tuple(held), why, name in fixed_order(backend, device)))
     return lines
+
+
+def order_dependent(device: str, overrides: Iterable[str] = ()) -> tuple[str, ...]:
+    """Ops whose chosen back end has no fixed-order version. Raises ``UsageError``."""
+    return tuple(c.op for c in explain(device, overrides) if not c.fixed_order)
 
 
 def build(device: str, overrides: Iterable[str] = (), *, keep_weights: bool = True) -> Ops:

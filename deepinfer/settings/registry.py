@@ -131,7 +131,6 @@ _USED = (
     Setting(
         "batch_invariant", "DEEPINFER_BATCH_INVARIANT", "--batch-invariant", kinds.boolean, False,
         "Promise that a request's bits do not depend on its neighbours", "Device", official=True,
-        note="is not in this version: results do not record the promise", inert=(False,),
     ),
     Setting(
         "overlap", "DEEPINFER_ZERO_OVERHEAD_SCHEDULING", "--overlap", kinds.boolean, True,

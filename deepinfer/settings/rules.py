@@ -7,7 +7,7 @@ checkpoints; `ModelShape` lists the few facts it needs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -144,15 +144,15 @@ def for_model(settings: Settings, model: ModelShape) -> Settings:
     return settings.changed(values)
 
 
-def for_device(settings: Settings, accelerator: str) -> Settings:
-    """Check what depends on the device that was found (`nvidia`, `ascend` or `cpu`)."""
-    if settings.batch_invariant and accelerator == "ascend":
-        raise UsageError(
-            "invariant-unsupported",
-            "batch-invariant mode is not available on ascend",
-            [f"from {settings.origin('batch_invariant')}"],
-            "--accelerator cpu for a slow exact run",
-        )
+def for_device(
+    settings: Settings, accelerator: str, order_dependent: Sequence[str] = ()
+) -> Settings:
+    """Check what depends on the device that was found (`nvidia`, `ascend` or `cpu`).
+
+    order_dependent: ops whose chosen back end has no fixed-order version on it.
+    """
+    if settings.batch_invariant and order_dependent:
+        raise _order_dependent(settings, accelerator, order_dependent)
     if settings.dtype == "fp32" and accelerator != "cpu":
         raise _fp32(settings.values["dtype"], accelerator, settings.values["accelerator"])
     entry = replace(settings.values["accelerator"], value=accelerator)
@@ -251,6 +251,26 @@ def _temperatures(entry: Value, mtp: Value) -> UsageError:
         f"{entry.origin} has {len(entry.value)} numbers for draft length {mtp.value}",
         [f"one number, or exactly one per draft; draft length from {mtp.origin}"],
         f"unset {entry.origin}",
+    )
+
+
+def _order_dependent(settings: Settings, accelerator: str, ops: Sequence[str]) -> UsageError:
+    chosen = settings.values["backend"].value
+    mine = [op for op in ops if op in chosen or "all" in chosen]
+    hint = "--accelerator cpu for a slow exact run"
+    if mine:
+        hint = "leave --backend out, or --backend all=torch"
+    elif accelerator == "cpu":
+        hint = "--backend all=torch"
+    return UsageError(
+        "invariant-unsupported",
+        f"batch-invariant mode is not available on {accelerator}",
+        [
+            f"ops without a fixed-order version: {', '.join(ops)}",
+            f"from {settings.origin('batch_invariant')}"
+            + (f" and {settings.origin('backend')}" if mine else ""),
+        ],
+        hint,
     )
 
 

@@ -111,8 +111,8 @@ def test_ops_table(cli, no_model):
     done = cli("doctor", "--ops", "--accelerator", "cpu")
     assert done.status == 0
     header, *rows = [line.split("\t") for line in done.out.splitlines()]
-    assert header == ["operation", "back end", "available", "why"]
-    assert rows and all(row[1] == "torch" and row[3] for row in rows)
+    assert header == ["operation", "back end", "available", "fixed order", "why"]
+    assert rows and all(row[1] == "torch" and row[3] == "yes" and row[4] for row in rows)
 
 
 def test_json_and_bundle(cli, valid, no_model, tmp_path):

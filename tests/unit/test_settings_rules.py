@@ -204,10 +204,26 @@ def test_fp32_needs_the_torch_back_end_on_cpu():
     assert for_device(flags(dtype="fp32"), "cpu").accelerator == "cpu"
 
 
-def test_invariance_is_not_available_on_ascend():
+def test_invariance_is_refused_where_an_op_has_no_fixed_order():
+    ops = ("moe", "sparse_attention")
     with pytest.raises(UsageError) as caught:
-        for_device(flags(batch_invariant=True), "ascend")
-    assert caught.value.code == "invariant-unsupported"
+        for_device(flags(batch_invariant=True), "ascend", ops)
+    error = caught.value
+    assert error.code == "invariant-unsupported"
+    assert error.message == "batch-invariant mode is not available on ascend"
+    assert error.facts[0] == "ops without a fixed-order version: moe, sparse_attention"
+    assert "--batch-invariant" in error.facts[1]
+    assert error.hint == "--accelerator cpu for a slow exact run"
+    with pytest.raises(UsageError) as caught:
+        for_device(flags(batch_invariant=True), "cpu", ops)
+    assert caught.value.hint == "--backend all=torch"
+    chosen = flags({"DEEPINFER_BATCH_INVARIANT": "1"}, backend=["moe=cpu"])
+    with pytest.raises(UsageError) as caught:
+        for_device(chosen, "cpu", ["moe"])
+    assert "DEEPINFER_BATCH_INVARIANT and --backend" in caught.value.facts[1]
+    assert "leave --backend out" in caught.value.hint
+    assert for_device(flags(batch_invariant=True), "cpu").batch_invariant
+    assert not for_device(flags(), "cpu", ops).batch_invariant
 
 
 def test_invariance_refuses_the_approximate_reuse():
