@@ -75,8 +75,9 @@ class _Operations(TorchDispatchMode):
         name = func._schema.name.removeprefix("aten::")
         if name in _OPS:
             raise SyncError(f"{name} gives the host a value or a size")
-        if name == "repeat_interleave" and kwargs.get("output_size") is None:
-            raise SyncError("repeat_interleave without output_size gives the host a size")
+        if name == "repeat_interleave" and func._overloadname != "self_int":
+            if kwargs.get("output_size") is None:
+                raise SyncError("repeat_interleave without output_size gives the host a size")
         if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
             if any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1]):
                 raise SyncError(f"{name} with a mask gives the host a size")

@@ -79,6 +79,8 @@ def test_what_waits_is_named(name):
 def test_what_does_not_wait_passes(name):
     with no_sync("cpu"):
         FINE[name]()
+    with torch.inference_mode(), no_sync("cpu"):
+        FINE[name]()
 
 
 def test_the_error_names_the_call():
