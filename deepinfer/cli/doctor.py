@@ -1,7 +1,8 @@
 """`deepinfer doctor`: is this machine able to run, and if not, which command helps.
 
 Comes in: parsed options. Goes out: one row per check, settings with their sources, operations with
-their back ends, or a bundle for an issue. Checks live in `cli/checks.py`; here they are printed.
+their back ends, the verdict on batch invariance, or a bundle for an issue. Checks live in
+`cli/checks.py` and `cli/doctor_invariance.py`; here they are printed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ EXAMPLES = """Examples:
 
 - `deepinfer doctor`
 - `deepinfer doctor -m path/to/checkpoint --json`
-- `deepinfer doctor --settings`
+- `deepinfer doctor --check-invariance`
 """
 _FAILURE = {"environment": ExitCode.ENVIRONMENT, "checkpoint": ExitCode.CHECKPOINT}
 
@@ -49,6 +50,15 @@ def command(
             help="Every operation and its back end.",
         ),
     ] = False,
+    check_invariance: Annotated[
+        bool,
+        typer.Option(
+            "--check-invariance",
+            metavar=SWITCH,
+            rich_help_panel="Device",
+            help="Run requests in many compositions and compare every bit; about a minute.",
+        ),
+    ] = False,
     bundle: Annotated[
         str | None,
         typer.Option(
@@ -67,7 +77,7 @@ def command(
     chosen: Chosen,
 ) -> int:
     """Check this machine, the installation and a checkpoint."""
-    from deepinfer.cli import checks
+    from deepinfer.cli import checks, doctor_invariance
     from deepinfer.device.detect import find
     from deepinfer.report.records import document
 
@@ -82,22 +92,30 @@ def command(
     report: dict[str, Any] = {**head, "checks": [row.as_json() for row in rows]}
     if show_ops or json_mode or bundle:
         report["ops"] = operations(settings)
+    failed = next((row for row in rows if row.verdict == "fail"), None)
+    proof = None
+    if check_invariance and failed is None:
+        proof = doctor_invariance.check(output, chosen, environ)
+        report |= proof.as_json()
     if bundle is not None:
         checks.write_bundle(Path(bundle), report)
         output.say(f"wrote {bundle}; read it before you share it")
     if json_mode:
         output.document(report)
     elif quiet:
-        output.data(checks.verdict(rows))
+        output.data(checks.verdict(rows) if proof is None or proof.invariant else "fail")
     else:
-        _print(output, settings, rows, report, show_settings, show_ops)
-    failed = next((row for row in rows if row.verdict == "fail"), None)
-    return int(_FAILURE[failed.area]) if failed else int(ExitCode.DONE)
+        _print(output, settings, rows, report, show_settings, show_ops, proof is not None)
+        if proof is not None:
+            doctor_invariance.show(output, proof)
+    if failed is not None:
+        return int(_FAILURE[failed.area])
+    return int(ExitCode.DONE if proof is None or proof.invariant else ExitCode.CHECK_FAILED)
 
 
 def _print(
     output: Output, settings: Settings, rows: list[Any], report: dict[str, Any],
-    show_settings: bool, show_ops: bool,
+    show_settings: bool, show_ops: bool, asked_more: bool,
 ) -> None:  # fmt: skip
     if show_settings:
         output.table(
@@ -119,8 +137,8 @@ def _print(
                 for o in report["ops"]
             ],
             "Operations",
-        )
-    if not show_settings and not show_ops:
+        )  # fmt: skip
+    if not (show_settings or show_ops or asked_more):
         output.table(
             ("check", "verdict", "found", "help"),
             [(row.name, row.verdict, row.found, row.hint) for row in rows],
