@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from deepinfer.cli import checks
+from deepinfer.cli import checks, doctor_invariance
 from deepinfer.settings import resolve
+from tests.planted import by_rows, plant
 
 
 @pytest.fixture(autouse=True)
@@ -113,6 +114,60 @@ def test_ops_table(cli, no_model):
     header, *rows = [line.split("\t") for line in done.out.splitlines()]
     assert header == ["operation", "back end", "available", "fixed order", "why"]
     assert rows and all(row[1] == "torch" and row[3] == "yes" and row[4] for row in rows)
+
+
+@pytest.fixture
+def small_check(monkeypatch, tmp_path_factory):
+    """A check of two compositions of a small float checkpoint."""
+    from tests import t6
+
+    for name, value in (("BATCHES", (2,)), ("CELLS", 2), ("PROMPTS", 3), ("TOKENS", 2)):
+        monkeypatch.setattr(doctor_invariance, name, value)
+    folder = t6.write(tmp_path_factory.mktemp("t6") / "m")
+    return ("doctor", "--check-invariance", "-m", folder, "--accelerator", "cpu",
+            "--set", "swa_keep=28")  # fmt: skip
+
+
+def test_invariance_kept(cli, valid, small_check):
+    done = cli(*small_check)
+    assert done.status == 0
+    assert done.out.startswith("batch invariance kept: 2 of ") and done.out.count("\n") == 1
+    assert [line.split(":")[0] for line in done.err.splitlines()] == [
+        "1 of 2", "2 of 2",
+    ]  # fmt: skip
+    done = cli(*small_check, "--json")
+    document = valid("doctor", json.loads(done.out))
+    assert done.status == 0 and done.err == "", "no progress beside JSON"
+    assert (document["invariant"], document["cells"], document["failures"]) == (True, 2, [])
+
+
+def test_invariance_broken_is_exit_1_and_names_op_and_row(cli, valid, small_check, monkeypatch):
+    plant(monkeypatch, "linear", by_rows)
+    done = cli(*small_check)
+    assert done.status == 1
+    verdict, first, *_ = done.out.splitlines()
+    assert verdict.startswith("batch invariance broken in 2 of 2 of ")
+    assert "first differing op: linear (blocks.0.attention.wq_a) on the row at position" in first
+    document = valid("doctor", json.loads(cli(*small_check, "--json").out))
+    assert document["invariant"] is False and len(document["failures"]) == 2
+    assert document["failures"][0]["op"] == "linear"
+
+
+def test_invariance_without_talk(cli, small_check):
+    done = cli(*small_check, "-q")
+    assert (done.status, done.err) == (0, "") and done.out in ("ok\n", "warn\n")
+
+
+def test_an_unpromised_op_and_a_bad_machine_are_not_checked(cli, small_check, monkeypatch):
+    plant(monkeypatch, "linear", by_rows, promised=False)
+    done = cli(*small_check)
+    assert done.status == 2
+    assert "batch-invariant mode is not available on cpu" in done.err
+    assert "ops without a fixed-order version: linear" in done.err
+    done = cli(*small_check, "--set", "verify=rejection")
+    assert done.status == 2 and "cannot be used with --verify rejection" in done.err
+    done = cli("doctor", "--check-invariance", "--accelerator", "ascend")
+    assert done.status == 3 and "batch invariance" not in done.out
 
 
 def test_json_and_bundle(cli, valid, no_model, tmp_path):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
-from types import ModuleType
 
 import pytest
 
@@ -15,6 +13,7 @@ from deepinfer.errors import UsageError
 from deepinfer.ops import registry
 from tests import t6
 from tests.engine.fakes import idle
+from tests.planted import by_rows, plant
 
 PROMISE = dict(batch_invariant=True, page_tokens=t6.PAGE_TOKENS, accelerator="cpu")
 CUT = {**invariance.SETTINGS, **PROMISE, "swa_keep": t6.KEEP}
@@ -69,13 +68,6 @@ def test_what_an_engine_cannot_do_is_left_out(tmp_path):
 # a broken promise
 
 
-def by_rows(x, weight):
-    """x W^T summed over K in as many blocks as there are rows, up to 8."""
-    w, blocks = weight.source.float(), max(1, min(8, x.shape[0]))
-    pieces = zip(x.float().chunk(blocks, -1), w.chunk(blocks, -1), strict=True)
-    return sum(a @ b.T for a, b in pieces).to(x.dtype)
-
-
 def wrong_from(real, place):
     """An op that gives rows from `place` on something else."""
 
@@ -88,31 +80,13 @@ def wrong_from(real, place):
     return op
 
 
-@pytest.fixture
-def plant(monkeypatch):
-    """`plant(op, function)`: a back end that holds one op and promises it, whatever it does."""
-
-    def planted(op, function, promised=True):
-        package = ModuleType("deepinfer.ops.planted")
-        package.FIXED_ORDER = {"cpu": frozenset({op} if promised else ())}
-        monkeypatch.setitem(sys.modules, package.__name__, package)
-        for family in {spec.family for spec in registry.SPECS.values()}:
-            module = ModuleType(f"{package.__name__}.{family}")
-            if family == registry.SPECS[op].family:
-                setattr(module, op, function)
-            monkeypatch.setitem(sys.modules, module.__name__, module)
-        monkeypatch.setitem(registry.BACKENDS, "planted", ("cpu",))
-
-    return planted
-
-
 def broken(folder, op, cells):
     with LLM(folder, **CUT, backend={op: "planted"}) as llm:
         return Check(llm, invariance.subjects(llm, 8, tokens=3)).run(cells)
 
 
-def test_a_sum_that_depends_on_the_rows_is_found_and_named(floats, plant):
-    plant("linear", by_rows)
+def test_a_sum_that_depends_on_the_rows_is_found_and_named(floats, monkeypatch):
+    plant(monkeypatch, "linear", by_rows)
     report = broken(floats, "linear", [Cell(3), Cell(1, chunk=2), Cell(3, chunk=5, hit=True)])
     assert not report.invariant and len(report.failures) == 3
     first = report.failures[0]
@@ -130,8 +104,8 @@ def test_a_sum_that_depends_on_the_rows_is_found_and_named(floats, plant):
      ("hc_mix", "blocks.0.hc_attn.fn", 9), ("sparse_attention", "blocks.0.attention.sink", 9),
      ("moe", "blocks.0.ffn.experts.0", 9), ("index_scores", "blocks.1.attention.indexer", 1)],
 )  # fmt: skip
-def test_any_op_is_named_with_the_row(floats, plant, op, where, place):
-    plant(op, wrong_from(getattr(registry.build("cpu"), op), place))
+def test_any_op_is_named_with_the_row(floats, monkeypatch, op, where, place):
+    plant(monkeypatch, op, wrong_from(getattr(registry.build("cpu"), op), place))
     # The second dimension of index scores is a request's rows, the first one requests.
     report = broken(floats, op, [Cell(8) if op == "index_scores" else Cell(3, chunk=6)])
     found = report.failures[0].difference
@@ -139,8 +113,8 @@ def test_any_op_is_named_with_the_row(floats, plant, op, where, place):
     assert found.position is not None or op == "index_scores"
 
 
-def test_without_the_promise_the_mode_is_refused(floats, plant):
-    plant("linear", by_rows, promised=False)
+def test_without_the_promise_the_mode_is_refused(floats, monkeypatch):
+    plant(monkeypatch, "linear", by_rows, promised=False)
     with pytest.raises(UsageError) as caught:
         broken(floats, "linear", [])
     error = caught.value
