@@ -25,6 +25,7 @@ from typing import Protocol
 PROMPT = 64  # tokens of the shortest prompt
 LONG = 16_384  # tokens that fit into a step: all first prompts run in one
 LIMIT = 8_192  # tokens of the longest sequence
+WARM = 132  # steps before the first that counts: a page of ours and what a first step alone does
 VOCAB, EOS, SAID = 1_000, 999, 500  # SAID: the token that is always chosen
 
 
@@ -226,7 +227,8 @@ class Load:
         self.number = self.step = 0
         self.ends: Counter[int] = Counter()
         self.new = [self._made(-(-(at + 1) * (life or 0) // requests)) for at in range(requests)]
-        self.run(4, lambda: None, lambda: None)  # all prompts, then what a first step alone does
+        # All prompts, and steps until what is put off to the end of a page is due as often as ever.
+        self.run(WARM, lambda: None, lambda: None)
         gc.collect()
         gc.freeze()  # as vLLM does it: what came before the load is looked at no more
         gc.enable()
