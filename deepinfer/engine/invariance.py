@@ -103,8 +103,7 @@ def pairs_of(cells: Iterable[Cell]) -> int:
 
 @dataclass(frozen=True)
 class Subject:
-    """A prompt and how it is sampled; `tokens` in and `params` say all that its answer depends
-    on."""
+    """A prompt and how it is sampled: all that its answer depends on."""
 
     tokens: tuple[int, ...]
     params: SamplingParams

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from deepinfer import LLM, SamplingParams
 from deepinfer.errors import UsageError
@@ -78,3 +79,37 @@ def test_preemption_keeps_the_promise(floats):
         results = llm.generate(prompts, asked)
         assert sum(r.usage.recomputed_tokens for r in results) > 0
         assert bits(results) == alone
+
+
+def test_di_38_nan_leaves_the_bits_of_the_others(floats):
+    """In the logits of one request at its third step, and in storage that nobody owns."""
+    prompts = [t6.prompt(n, n) for n in (9, 14, 11, 20)]
+    asked = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True, logprobs=2)
+    seen, victim = [], []
+    with LLM(floats, **PROMISE, mtp=0) as llm:
+        runner = llm.parts.runner
+        plain = runner.ops.linear_f32
+
+        def head(x, weight):
+            logits = plain(x, weight)
+            if weight is runner.model.head:
+                seen.append(x)
+                for row in victim:  # the row is known by its bits: they are those it has alone
+                    logits[(x == row).all(-1)] = torch.nan
+            return logits
+
+        runner.ops.linear_f32 = head
+        clean = llm.generate(prompts, asked)
+        seen.clear()
+        llm.generate(prompts[1:2], asked)
+        victim.append(seen[2][-1])
+        got = llm.generate(prompts, asked)
+        assert got[1].error.code == "numeric-error"
+        assert got[1].token_ids == clean[1].token_ids[:2]
+        assert [bits([got[n]]) for n in (0, 2, 3)] == [bits([clean[n]]) for n in (0, 2, 3)]
+        victim.clear()
+        assert bits(llm.generate(prompts, asked)) == bits(clean)
+        assert idle(llm)
+    with LLM(floats, **PROMISE, mtp=0) as llm:
+        llm.parts.runner.pools.poison()
+        assert bits(llm.generate(prompts, asked)) == bits(clean)
