@@ -130,7 +130,8 @@ _USED = (
     ),
     Setting(
         "batch_invariant", "DEEPINFER_BATCH_INVARIANT", "--batch-invariant", kinds.boolean, False,
-        "Promise that a request's bits do not depend on its neighbours", "Device", official=True,
+        "Promise that a request's bits do not depend on its neighbours", "Device",
+        advanced=True, official=True,
     ),
     Setting(
         "overlap", "DEEPINFER_ZERO_OVERHEAD_SCHEDULING", "--overlap", kinds.boolean, True,
