@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from deepinfer.ops.registry import SPECS, Ops
+from deepinfer.ops.registry import Ops
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = 0x2545F4914F6CDD1D
@@ -79,7 +79,7 @@ class Watch:
 
     def __enter__(self) -> Watch:
         self._plain = dict(self._table)
-        for name in SPECS:
+        for name in self._plain:
             if name != "prepare":
                 self._table[name] = self._watched(name)
         return self
