@@ -28,7 +28,7 @@ from benchmarks import measure, models, plain_ops
 from deepinfer import LLM, SamplingParams
 from deepinfer.engine.invariance import SETTINGS, Cell, Check, Matrix, pairs_of, subjects
 
-BATCH, COPIES = 64, 20  # requests at once in the repeats, and of each repeated prompt among them
+BATCH, COPIES = 64, 26  # requests at once in the repeats, and of each repeated prompt among them
 CONTROL = [Cell(2), Cell(8, "shuffled", None, 7), Cell(5, "reversed", 64)]
 
 
