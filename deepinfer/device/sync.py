@@ -1,8 +1,8 @@
-"""A guard that turns waiting for the device into an error.
+"""Where the host would wait for the device, and a guard that turns waiting into an error.
 
 Comes in: the device that a piece of code works on. Goes out: nothing, or the error at the call that
 waits: a value read by the host, a size that the host must learn, a copy from memory that is not
-pinned. It costs time and is for tests; it must not know what the code computes.
+pinned. The guard costs time and is for tests; it must not know what the code computes.
 """
 
 from __future__ import annotations
@@ -22,6 +22,11 @@ _BRINGS = {"tensor", "as_tensor", "asarray", "new_tensor"}
 # Operations whose result, or its size, goes to the host.
 _OPS = {"_local_scalar_dense", "equal", "allclose", "nonzero", "masked_select", "bincount"}
 _OPS |= {"_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"}
+
+
+def waits(x: torch.Tensor) -> bool:
+    """Whether the host would have to wait for the values of ``x``."""
+    return x.device.type != "cpu"
 
 
 class SyncError(RuntimeError):

@@ -47,7 +47,8 @@ class Packed:
 
     def __getitem__(self, index) -> Packed:
         """Select along the leading (stack) dimensions, e.g. one expert."""
-        return Packed(self.codes[index], self.scales[index], self.block, self.kind)
+        codes = self.codes.view(torch.uint8)[index].view(self.codes.dtype)
+        return Packed(codes, self.scales[index], self.block, self.kind)
 
     def to(self, device: torch.device | str) -> Packed:
         return Packed(self.codes.to(device), self.scales.to(device), self.block, self.kind)

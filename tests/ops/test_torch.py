@@ -10,8 +10,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from deepinfer.device import sync
 from deepinfer.ops import registry
 from deepinfer.ops.torch import hyper, memory, rowwise
+from deepinfer.ops.torch import moe as experts
 from deepinfer.quant import codec
 from deepinfer.quant.records import RecordFormat
 
@@ -224,6 +226,22 @@ def test_every_op_has_a_case():
 @pytest.mark.parametrize("op", CASES)
 def test_row_bits(op):
     assert row_bit_failures(CASES[op]) == []
+
+
+@pytest.mark.parametrize("op", [moe, sparse_attention])
+def test_ops_that_do_not_wait_give_the_same(op, monkeypatch):
+    """What they do for a device whose values the host does not know, in one piece and in many."""
+    rows, run = op(ROWS)
+    wanted = {count: outputs(run, [r[:count] for r in rows]) for count in COUNTS}
+    monkeypatch.setattr(sync, "waits", lambda x: True)
+    for limit in (None, 1 << 16):
+        if limit is not None:
+            monkeypatch.setattr(experts, "_LIMIT", limit)
+            monkeypatch.setattr(memory, "_DEVICE_LIMIT", limit)
+        for count, want in wanted.items():
+            with sync.no_sync("cpu"):
+                got = outputs(run, [r[:count] for r in rows])
+            assert all(same_bits(a, b) for a, b in zip(got, want, strict=True)), (count, limit)
 
 
 def test_a_planted_matmul_fails_the_row_bits():

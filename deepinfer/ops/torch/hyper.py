@@ -39,7 +39,7 @@ def hc_split(
     """Mixes [N, C (2 + C)] -> pre, post, comb (Sinkhorn: columns, then rows and columns)."""
     c = copies
     # A tensor: a Python number would be converted anew at each of the many additions.
-    eps = torch.tensor(hc_eps, device=m.device)
+    eps = torch.full((), hc_eps, device=m.device)
     pre = sigmoid(m[:, :c] * scale[0] + base[:c]) + eps
     post = 2 * sigmoid(m[:, c : 2 * c] * scale[1] + base[c : 2 * c])
     a = (m[:, 2 * c :] * scale[2] + base[2 * c :]).unflatten(-1, (c, c))

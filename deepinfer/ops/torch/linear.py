@@ -25,9 +25,12 @@ class Weight:
         self._keep = keep
         self._kept: torch.Tensor | None = None
 
-    def columns(self, index: int | None = None, groups: int | None = None) -> torch.Tensor:
-        """float64 [..., G, B, N]; with ``index``, of one matrix of the stack; with ``groups``, of
-        the matrix seen as a stack of that many (a weight is always used with the same)."""
+    def columns(
+        self, index: int | torch.Tensor | None = None, groups: int | None = None
+    ) -> torch.Tensor:
+        """float64 [..., G, B, N]; with ``index``, of one matrix of the stack, or of several int64
+        [M], copied; with ``groups``, of the matrix seen as a stack of that many (a weight is always
+        used with the same)."""
         if self._kept is None:
             if not self._keep:
                 return self._unpacked(self.source if index is None else self.source[index], groups)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from deepinfer.device import sync
 from deepinfer.ops.torch import blocked
 from deepinfer.quant import codec
 from deepinfer.quant.records import RecordFormat
@@ -117,16 +118,33 @@ def sparse_attention(
     ``window`` uint8 [slots, bytes], ``window_slots`` int64 [N, W] (-1: no key), likewise
     ``entries``. Columns are visited in blocks of 64, window first; softmax in float32 with a
     running maximum, probabilities rounded to q's dtype for the product. A row without a key is 0.
+    The host never waits.
     """
     # Slot -1 is the last record: bytes of zero decode to a key of zeros.
     zero = torch.nn.functional.pad
     if entries is None:
         return attend(q, window_format.decode(zero(window, (0, 0, 0, 1))), window_slots, sink)
     keys = window_format.decode(window)
-    used, where = torch.unique(entry_slots.clamp_min(0), return_inverse=True)
-    where = torch.where(entry_slots < 0, -1, where + keys.shape[0])
-    keys = torch.cat((keys, entry_format.decode(zero(entries[used], (0, 0, 0, 1)))))
-    return attend(q, keys, torch.cat((window_slots, where), 1), sink)
+    step = len(q)
+    if sync.waits(entry_slots):  # no more decoded entries at once than gathered keys
+        step = max(1, _DEVICE_LIMIT // (8 * q.shape[-1] * max(1, entry_slots.shape[1])))
+    parts = []
+    for rows, near, far in zip(
+        q.split(step), window_slots.split(step), entry_slots.split(step), strict=True
+    ):
+        used, where = _named(far.clamp_min(0))
+        where = torch.where(far < 0, -1, where + keys.shape[0])
+        both = torch.cat((keys, entry_format.decode(zero(entries[used], (0, 0, 0, 1)))))
+        parts.append(attend(rows, both, torch.cat((near, where), 1), sink))
+    return torch.cat(parts)
+
+
+def _named(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Slots [U] that hold all of ``slots`` [N, k], and where each stands in them: every slot once,
+    or, where the host would wait for their number, as they are."""
+    if not sync.waits(slots):
+        return torch.unique(slots, return_inverse=True)
+    return slots.flatten(), torch.arange(slots.numel(), device=slots.device).view_as(slots)
 
 
 def attend(
@@ -161,7 +179,7 @@ def _attend(
 ) -> torch.Tensor:
     """Fixed q [R, heads, D] over gathered keys [R, L, D] times scale [R, L]; -> ``dtype``."""
     # The factor is rounded to float32 as everywhere; the product with it once more.
-    factor = scale * torch.tensor(q.shape[-1] ** -0.5, device=q.device).double()
+    factor = scale * torch.full((), q.shape[-1] ** -0.5, device=q.device).double()
     logits = torch.matmul(q, keys.mT) * factor.unsqueeze(1)
     logits = logits.float().masked_fill(~valid.unsqueeze(1), -torch.inf)
     logits = logits.unflatten(-1, (-1, KEY_BLOCK))

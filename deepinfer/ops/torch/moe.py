@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import torch
 
+from deepinfer.device import sync
 from deepinfer.ops.torch import blocked
 from deepinfer.ops.torch.linear import Weight, activation
 from deepinfer.ops.torch.rowwise import silu, softplus
+
+# Copies of unpacked matrices held at once (bytes).
+_LIMIT = 256 << 20
 
 
 def router(
@@ -49,10 +53,55 @@ def expert(
     return blocked.matmul(activation(h.to(x.dtype), w2.quantised), w2.columns()).to(x.dtype)
 
 
-def _routed(left: torch.Tensor, ids: list[int], counts: list[int], weight: Weight) -> torch.Tensor:
-    """Rows ``left`` [P, G, B], sorted by expert, each times its expert's matrix."""
-    parts = zip(ids, left.split(counts), strict=True)
-    return torch.cat([blocked.matmul(x, weight.columns(e)) for e, x in parts])
+class _Runs:
+    """Products of rows sorted by expert: the rows of an expert at once, in place."""
+
+    def __init__(self, experts: torch.Tensor):
+        """``experts``: int64 [P], ascending."""
+        names, counts = torch.unique_consecutive(experts, return_counts=True)
+        self._names, self._counts = names.tolist(), counts.tolist()
+
+    def times(self, left: torch.Tensor, weight: Weight) -> torch.Tensor:
+        """Each of the rows ``left`` [P, G, B] times its expert's matrix."""
+        parts = zip(self._names, left.split(self._counts), strict=True)
+        return torch.cat([blocked.matmul(x, weight.columns(e)) for e, x in parts])
+
+
+class _Tiles:
+    """The same where the host does not know how many rows an expert has, nor waits to learn it.
+
+    The rows of an expert are cut into tiles of one size, the last filled up with zeros; each tile
+    meets a copy of its expert's matrix. There are no more tiles than rows, and less than twice as
+    many as experts.
+    """
+
+    def __init__(self, experts: torch.Tensor, count: int):
+        """``experts``: int64 [P], ascending, below ``count``."""
+        pairs, device = len(experts), experts.device
+        self._size = size = -(-pairs // count)
+        busy = min(pairs, count)
+        self._tiles = tiles = busy + (pairs - busy) // size
+        every = torch.arange(count, device=device)
+        first = torch.searchsorted(experts, every)
+        rows = torch.searchsorted(experts, every, right=True) - first
+        ends = ((rows + size - 1) // size).cumsum(0)  # of each expert's tiles
+        begins = torch.cat((ends.new_zeros(1), ends[:-1]))
+        self._cells = (begins * size - first)[experts] + torch.arange(pairs, device=device)
+        owners = torch.searchsorted(ends, torch.arange(tiles, device=device), right=True)
+        self._owners = owners.clamp_max(count - 1)
+
+    def times(self, left: torch.Tensor, weight: Weight) -> torch.Tensor:
+        cells = left.new_zeros(self._tiles * self._size, *left.shape[1:])
+        cells[self._cells] = left
+        rows, columns = weight.source.shape[-2:]
+        step = max(1, _LIMIT // (8 * rows * columns))
+        parts = zip(
+            cells.unflatten(0, (self._tiles, self._size)).split(step),
+            self._owners.split(step),
+            strict=True,
+        )
+        products = [blocked.matmul(x, weight.columns(owners)) for x, owners in parts]
+        return torch.cat(products).flatten(0, 1)[self._cells]
 
 
 def moe(
@@ -64,20 +113,20 @@ def moe(
     limit: float,
 ) -> torch.Tensor:
     """Routed experts (w1, w3, w2 stacks [E, ...]) in id order, then the shared one; one rounding
-    at the end."""
+    at the end. The host never waits."""
     if not x.shape[0]:
         return x
     w1, w3, w2 = experts
     k = ids.shape[1]
     ids, order = ids.sort(-1)
     # (row, choice) pairs sorted by expert; ``back`` finds them again.
-    pairs = ids.flatten().sort(stable=True).indices
+    named, pairs = ids.flatten().sort(stable=True)
     back = pairs.argsort()
-    names, counts = (t.tolist() for t in torch.unique(ids, return_counts=True))
+    routed = _Tiles(named, w1.source.shape[0]) if sync.waits(x) else _Runs(named)
     left = activation(x, w1.quantised)[pairs // k]
-    gate, up = (_routed(left, names, counts, w).to(x.dtype) for w in (w1, w3))
+    gate, up = (routed.times(left, w).to(x.dtype) for w in (w1, w3))
     h = _hidden(gate, up, limit) * weights.gather(-1, order).flatten()[pairs].unsqueeze(-1)
-    y = _routed(activation(h.to(x.dtype), w2.quantised), names, counts, w2).to(x.dtype)
+    y = routed.times(activation(h.to(x.dtype), w2.quantised), w2).to(x.dtype)
     y = y[back].unflatten(0, (-1, k)).float()
     total = y[:, 0]
     for choice in range(1, k):
