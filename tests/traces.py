@@ -31,7 +31,7 @@ def simulate(
         budget = None
         limit = draw.randrange(2, 6 * requests + 1) if varlen else mtp * requests
         if varlen and ready:
-            counts = {seq: len(held[seq]["ids"]) for seq in ready}
+            counts = dict.fromkeys(running, mtp)  # who drafted less has survivals of 0
             budget = budgets[number] = schedule.budget(number, counts, noise, limit)
             shares = split(values, budget)
         elif threshold is not None:
@@ -68,12 +68,15 @@ def simulate(
                 )
             )  # fmt: skip
             times = ()
-        held = {}
+        held, learned = {}, {}
         for seq in running:
             n = min(mtp, tokens - len(answers[seq]) - 1)
             if n > 0:
                 held[seq] = _drafts(draw, n, temperatures)
-        schedule.learn(number, {seq: one["survival"] for seq, one in held.items()})
+            if n >= 0:  # it goes on
+                survival = held[seq]["survival"] if n > 0 else ()
+                learned[seq] = (*survival, *(0.0,) * (mtp - len(survival)))
+        schedule.learn(number, learned)
         number += 1
     return out, answers, budgets
 

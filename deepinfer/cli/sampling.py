@@ -57,9 +57,7 @@ TopP = Annotated[
 ]
 TopK = Annotated[
     int | None,
-    _option(
-        "--top-k", metavar="K", min=0, help="The K likeliest only; 0 = off. Default: 0."
-    ),
+    _option("--top-k", metavar="K", min=0, help="The K likeliest only; 0 = off. Default: 0."),
 ]
 MinP = Annotated[
     float | None,

@@ -245,6 +245,11 @@ class Request:
     max_new: int
 
     @property
+    def end(self) -> int:
+        """Most tokens it ever has, prompt included."""
+        return len(self.prompt_ids) + self.max_new
+
+    @property
     def need(self) -> int:
         """Most tokens it ever keeps in memory: the last generated token is never run."""
         return len(self.prompt_ids) + max(self.max_new - 1, 0)

@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 class Sequence:
     """Mutable state of one request; identity is the object.
 
-    order: arrival number, small is old. full: run every layer on every row, from token 0. tokens:
-    prompt and generated ids. computed: how many of them are in memory. slot, pages: what it owns
-    while running, None and [] otherwise. drafts: guesses of what follows its tokens, to be verified
-    in the next step. preemptions: how often it lost its memory. counts: of generated ids, kept only
-    where penalties need them.
+    order: arrival number, small is old. full: run every layer on every row, from token 0, and give
+    the logits of all of them. tokens: prompt and generated ids, as far as they were told. computed:
+    how many of its prompt's are in memory or planned to be. slot, pages: what it owns while
+    running, None and [] otherwise. preemptions: how often it lost its memory; ready: the step whose
+    tokens must be told before it runs again. counts: of generated ids, kept only where penalties
+    need them.
     replay: how its prompt is computed. names: of its whole pages (`kvcache.prefix`), the first
     `named` of which others can find. windows: page of the sequence -> window page being filled.
     restore: window pages that its first rows need. answered: pages of its answer whose window rows
@@ -38,8 +39,8 @@ class Sequence:
     computed: int = 0
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
-    drafts: tuple[int, ...] = ()
     preemptions: int = 0
+    ready: int = 0
     counts: Counter[int] = field(default_factory=Counter)
     replay: ReplayPlan | None = None
     names: list[bytes] = field(default_factory=list)

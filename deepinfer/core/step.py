@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from deepinfer.core.request import Completion, TokenLogprob
     from deepinfer.replay.plan import ReplayPlan
 
@@ -67,19 +69,94 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class StepPlan:
-    """One forward pass. Logits come back in chunk order: ``[logit_rows, vocab]`` float32."""
+class Decoding:
+    """The decoding requests of a step: how many rows they get.
 
-    chunks: tuple[Chunk, ...]
-    loads: tuple[Load, ...] = ()
+    Tokens, places and lengths of these rows are known to the device alone, so a plan that nothing
+    changed is the same object step after step.
+
+    slots: one per request. pages: pages of the longest of them. drafts: most drafts that one of
+    them verifies; extra: rows for drafts in all, shared out on the device. whole: slots that verify
+    all they have, `drafts` rows of `extra` each.
+    """
+
+    slots: tuple[int, ...]
+    pages: int
+    drafts: int = 0
+    extra: int = 0
+    whole: tuple[int, ...] = ()
 
     @property
     def rows(self) -> int:
-        return sum(len(chunk.token_ids) for chunk in self.chunks)
+        return len(self.slots) + self.extra
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """A decoding request got a page: ``page`` holds its tokens ``[index * page_tokens, (index + 1)
+    * page_tokens)``, ``window`` their window rows if they are kept for reuse."""
+
+    slot: int
+    index: int
+    page: int
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One forward pass, and what is drafted after it.
+
+    Logits come back as ``[decoding.rows + logit rows of chunks, vocab]`` float32, rows of decoding
+    requests first. grown: pages that decoding requests got since the step before. draft: how many
+    tokens to draft for each request that gets a token in this step.
+    """
+
+    chunks: tuple[Chunk, ...] = ()
+    loads: tuple[Load, ...] = ()
+    decoding: Decoding | None = None
+    grown: tuple[Growth, ...] = ()
+    draft: int = 0
 
     @property
-    def logit_rows(self) -> int:
-        return sum(chunk.logits for chunk in self.chunks)
+    def rows(self) -> int:
+        rows = sum(len(chunk.token_ids) for chunk in self.chunks)
+        return rows + (self.decoding.rows if self.decoding else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a step gave to each of the C requests that choose, as arrays on the host.
+
+    tokens: int64 [C, T], the first ``counts`` int64 [C] of each row are its own. look: bool [C],
+    its last token may be the last one of the answer, or its numbers are broken: ``broken`` bool
+    [C], then behind those tokens none could be chosen.
+    With drafts, int64 [C]: drafted, how many it had; verified, how many of them the target looked
+    at; accepted, how many stand.
+    ``drafts`` of this step (None: not asked for) are what was verified, ``survivals`` float64 [C,
+    K] of what was drafted for the next one. seconds: of the target's pass, and of drafting.
+    """
+
+    tokens: np.ndarray
+    counts: np.ndarray
+    look: np.ndarray
+    broken: np.ndarray
+    drafted: np.ndarray | None = None
+    verified: np.ndarray | None = None
+    accepted: np.ndarray | None = None
+    drafts: DraftRecord | None = None
+    survivals: np.ndarray | None = None
+    seconds: tuple[float, float] = (0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRecord:
+    """Drafts as they were made, for traces: ids int64, raw confidences and survivals [C, K], and
+    how many are useful, int64 [C]."""
+
+    ids: np.ndarray
+    raw: np.ndarray
+    survivals: np.ndarray
+    useful: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,8 +35,9 @@ class Answer:
 
     highest: tokens that were in memory at some time, the first `cached` of them from a prefix hit;
     replayed: rows run again to refill windows after it; recomputed: other rows run again.
-    keep_rows: collect the logits of every row in `kept`. counts: of its drafts. Times are clock
-    readings in seconds.
+    keep_rows: collect the logits of every row in `kept`. counts: of its drafts. slot: where its
+    tokens are found while it decodes. followed: it is read after every step; told: what chooses its
+    tokens depends on those before. Times are clock readings in seconds.
     """
 
     sequence: Generation
@@ -55,10 +56,25 @@ class Answer:
     replayed: int = 0
     recomputed: int = 0
     counts: Counts = field(default_factory=Counts)
+    slot: int | None = None
+    followed: bool = False
+    told: bool = False
     result: Completion | None = None
+    _late: list[int] = field(default_factory=list)  # tokens whose text was not made yet
 
     def __post_init__(self) -> None:
-        self.text = StopText(self.parts.tokenizer, self.sequence.request.params.stop)
+        params = self.sequence.request.params
+        self.text = StopText(self.parts.tokenizer, params.stop)
+        self.told = bool(params.penalised or params.logit_bias or params.min_tokens)
+        self.followed = self.told or bool(params.stop) or params.logprobs is not None
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What choosing its tokens takes: "told", "drawn", "floored"."""
+        params = self.sequence.request.params
+        drawn = params.temperature > 0
+        asked = {"told": self.told, "drawn": drawn, "floored": drawn and params.min_p > 0}
+        return tuple(kind for kind, wanted in asked.items() if wanted)
 
     @property
     def wants_prompt(self) -> bool:
@@ -74,13 +90,9 @@ class Answer:
         return "off (prompt_logprobs)" if cut else self.parts.rule.mode
 
     @property
-    def wants_all_rows(self) -> bool:
-        return self.keep_rows or self.wants_prompt
-
-    @property
     def wants_nothing(self) -> bool:
         """No token and no row: complete before it began."""
-        return self.sequence.request.max_new == 0 and not self.wants_all_rows
+        return self.sequence.request.max_new == 0 and not (self.keep_rows or self.wants_prompt)
 
     def ran(self, chunk: Chunk, rows: torch.Tensor) -> None:
         """Count the rows of a chunk that ran; `rows` are its logits [chunk.logits, vocab]."""
@@ -125,11 +137,24 @@ class Answer:
         ended = not params.ignore_eos and token in self.parts.eos_ids
         return ended or token in params.stop_token_ids
 
+    def append(self, tokens: Sequence[int]) -> None:
+        """Append tokens of which none ends the answer; their text is made when it is needed."""
+        self.sequence.tokens += tokens
+        if self.parts.tokenizer:
+            self._late += tokens
+
+    def _make_text(self) -> None:
+        for token in self._late:
+            self.pieces.append(self.text.push(token))
+        self._late.clear()
+
     def take(
         self, token: int, logprob: TokenLogprob | None, now: float
     ) -> tuple[str, FinishReason | None]:
         """Append a token. The text it makes certain, and the reason if it is the last one."""
         sequence, params = self.sequence, self.sequence.request.params
+        if self._late:
+            self._make_text()
         sequence.append(token)
         if self.first is None:
             self.first = now
@@ -147,6 +172,7 @@ class Answer:
 
     def finish(self, reason: FinishReason, now: float, problem: DeepinferError | None) -> str:
         """Make the result; returns the text that was still held back."""
+        self._make_text()
         text = self.text.finish()
         self.pieces.append(text)
         sequence, request = self.sequence, self.sequence.request

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     import torch
 
     from deepinfer.checkpoint.layout import Checkpoint
-    from deepinfer.kvcache.draft import DraftRequest
     from deepinfer.model.config import ModelConfig
     from deepinfer.settings import Settings
     from deepinfer.speculative.drafter import Block
@@ -43,7 +42,9 @@ class Runs(Protocol):
     """What the engine needs of a runner: `engine.runner.Runner`, or a scripted one in tests."""
 
     def forward(self, plan: StepPlan) -> torch.Tensor: ...
-    def draft_block(self, requests: Sequence[DraftRequest]) -> Block: ...
+    def draft_block(
+        self, slots: torch.Tensor, anchors: torch.Tensor, last: torch.Tensor, first: torch.Tensor
+    ) -> Block: ...
     def read(self, kind: str, pages: Sequence[int]) -> list[bytes]: ...
 
 
@@ -79,6 +80,7 @@ class Parts:
     times: StepTimes = field(default_factory=StepTimes)
     keep_times: Callable[[], None] = _nothing
     batch_invariant: bool = False
+    overlap: bool = False
     settings: Mapping[str, object] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
@@ -167,6 +169,8 @@ def assemble(settings: Settings, warn: Callable[[str], object]) -> Parts:
         times=times,
         keep_times=keep_times,
         batch_invariant=settings.batch_invariant,
+        # On a cpu to launch a step is to run it: looking ahead gains nothing.
+        overlap=settings.overlap and (device != "cpu" or settings.values["overlap"].chosen),
         settings=settings.as_json(),
         warnings=(
             *settings.warnings, *weights.report.warnings, *warnings, *uncut(settings, config)

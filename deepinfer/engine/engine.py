@@ -1,7 +1,12 @@
-"""The engine's public face, `LLM`, and its loop: plan, run, judge, commit, draft.
+"""The engine's public face, `LLM`, and its loop: plan, launch, land, settle.
 
 Prompts and sampling parameters come in, completions go out, in order. The one room that knows the
 others; it must not know how a plan is run, how a token is drawn or who may run next.
+
+A step is planned and launched while the one before it runs; then that one lands: its tokens reach
+their answers. Only after that the scheduler hears of it (settle), so each plan rests on the step
+before the last. Without overlap a step lands as soon as it is launched, and the scheduler hears of
+it as late, hence plans and tokens are the same.
 """
 
 from __future__ import annotations
@@ -9,30 +14,33 @@ from __future__ import annotations
 import itertools
 import time
 import warnings
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice, zip_longest
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from deepinfer.core.request import Completion, FinishReason, SamplingParams, TokenLogprob
 from deepinfer.core.sequence import Sequence as Generation
-from deepinfer.core.step import TokenDelta
+from deepinfer.core.step import Chunk, Outcome, TokenDelta
 from deepinfer.engine.answer import Answer
 from deepinfer.engine.assembly import Parts, assemble
+from deepinfer.engine.device import Device, Flight, Told
 from deepinfer.engine.intake import Asked, Intake
+from deepinfer.engine.live import Drawing
+from deepinfer.engine.log import Entry, TokenLog
 from deepinfer.errors import DeepinferError, InternalError, UsageError
 from deepinfer.kvcache import BlockAllocator, PrefixCache
 from deepinfer.kvcache.tiers import Key
 from deepinfer.sampling import sampler
+from deepinfer.sampling.logits import reach
 from deepinfer.scheduler.policy import Policy, Step
 from deepinfer.settings import Settings, resolve
-from deepinfer.speculative.drafter import Drafter
-from deepinfer.speculative.proposal import Verdict
+from deepinfer.speculative.planner import Planner
 from deepinfer.speculative.trace import TraceStep
-from deepinfer.speculative.verify import verify
 
 if TYPE_CHECKING:
     from deepinfer.replay.meter import Measured
@@ -44,9 +52,22 @@ Prompt = str | Sequence[int]
 class _Call:
     """One `generate` or `stream`: its answers in order, deltas not fetched yet, how many run."""
 
+    streams: bool = False
     answers: list[Answer] = field(default_factory=list)
     deltas: deque[TokenDelta] = field(default_factory=deque)
     open: int = 0
+
+
+@dataclass(slots=True)
+class _Landed:
+    """What the scheduler must hear of a step: its outcome, who goes on (by place), and how far the
+    state of which sequences is in memory for good: (sequence, its preemptions then, tokens)."""
+
+    step: Step
+    outcome: Outcome
+    going_on: list[tuple[int, Generation]] = field(default_factory=list)
+    advanced: list[tuple[Generation, int, int]] = field(default_factory=list)
+    broken: list[Generation] = field(default_factory=list)
 
 
 class LLM:
@@ -84,10 +105,12 @@ class LLM:
         *,
         on_warning: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        device: Device | None = None,
     ) -> LLM:
-        """An engine around given parts; `clock` is what times are read from, in seconds."""
+        """An engine around given parts; `clock` is what times are read from, in seconds; `device`
+        is where steps run (default: the parts' runner)."""
         engine = cls.__new__(cls)
-        engine._start(parts, on_warning, clock)
+        engine._start(parts, on_warning, clock, device)
         return engine
 
     def _start(
@@ -95,6 +118,7 @@ class LLM:
         parts: Parts,
         on_warning: Callable[[str], None] | None,
         clock: Callable[[], float] = time.perf_counter,
+        device: Device | None = None,
     ) -> None:
         sizes = parts.sizes
         self.parts = parts
@@ -107,12 +131,19 @@ class LLM:
             parts.tiers,
             parts.durable,
         )
+        rules = parts.drafting
+        self._planner = Planner(rules, parts.times, on_warning or _warn) if rules else None
         self._policy = Policy(
             self._prefix,
             slots=sizes.slots,
             max_rows=sizes.max_rows,
             chunk=sizes.chunk,
+            drafts=self._planner,
         )
+        self._device = device or Device(parts, clock)
+        # A request is read at the end of each of its pages, at the latest.
+        most = 1 + (rules.length if rules else 0)
+        self._log = TokenLog(sizes.slots, sizes.page_tokens + 1, most)
         self._intake = Intake(
             parts.tokenizer,
             parts.vocab_size,
@@ -120,11 +151,17 @@ class LLM:
             sizes.max_model_len,
             self._policy.blocks,
         )
-        self._drafter = None
-        if parts.drafting:
-            self._drafter = Drafter(parts.runner, parts.drafting, parts.times, on_warning or _warn)
         self._running: dict[Generation, tuple[Answer, _Call]] = {}
         self._arrivals = itertools.count()
+        self._kinds: Counter[str] = Counter()  # of the open requests: `Answer.kinds` ...
+        self._reaches: Counter[int] = Counter()  # ... and `sampling.logits.reach`
+        self._note_drawing()
+        self._flight: Flight | None = None  # launched, not landed
+        self._landed: deque[_Landed] = deque()  # landed, not settled
+        self._leaving: list[Generation] = []  # ended, the scheduler has not heard of it
+        # Of these, the last step counts for nothing: it may not have landed yet.
+        self._aborted: set[Generation] = set()
+        self._named: tuple[tuple[int, ...], np.ndarray] = (), np.zeros(0, dtype=np.int64)
         for line in parts.warnings:
             (on_warning or _warn)(line)
 
@@ -175,7 +212,7 @@ class LLM:
         requests run.
         """
         self._check_idle("their steps would be in the trace too")
-        if self._drafter is None:
+        if self._planner is None:
             raise UsageError(
                 "not-drafting",
                 "this engine drafts nothing, so there is nothing to trace",
@@ -183,11 +220,12 @@ class LLM:
             )
         steps: list[TraceStep] = []
         first = next(self._arrivals)
-        self._drafter.watch = lambda step: steps.append(replace(step, seq=step.seq - first - 1))
+        self._planner.watch = lambda step: steps.append(replace(step, seq=step.seq - first - 1))
+        self._device.watch = True
         try:
             return self.generate(prompts, sampling_params), steps
         finally:
-            self._drafter.watch = None
+            self._planner.watch, self._device.watch = None, False
 
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """float32 [tokens, vocab] on the host: row i is about token i + 1. Truncation is off.
@@ -230,9 +268,10 @@ class LLM:
     def close(self) -> None:
         """Drop the model and its memory. Twice is harmless; other calls then raise UsageError."""
         for answer, call in list(self._running.values()):
-            self._finish(answer, call, FinishReason.ABORT)
-        self._persist()
+            self._abort(answer, call)
         if self.parts is not None:
+            self._drain()
+            self._persist()
             self.parts.keep_times()
         self.parts = None
 
@@ -263,7 +302,7 @@ class LLM:
 
     def _deltas(self, asked: Sequence[Asked]) -> Iterator[TokenDelta]:
         self._check_open()  # it may have been closed since `stream` was called
-        call = _Call()
+        call = _Call(streams=True)
         try:
             self._submit(call, asked)
             while call.open or call.deltas:
@@ -280,6 +319,7 @@ class LLM:
             full = keep_rows or one.request.params.prompt_logprobs is not None
             sequence = Generation(one.request, next(self._arrivals), full)
             answer = Answer(sequence, self.parts, now, keep_rows)
+            answer.followed |= call.streams or bool(self._planner and self._planner.watch)
             call.answers.append(answer)
             call.open += 1
             if one.problem:
@@ -288,16 +328,24 @@ class LLM:
                 self._finish(answer, call, FinishReason.LENGTH)
             else:
                 self._running[sequence] = answer, call
+                self._kinds.update(answer.kinds)
+                self._reaches[reach(one.request.params)] += 1
+                self._note_drawing()
                 self._policy.add(sequence)
 
     def _withdraw(self, call: _Call) -> None:
         """End what still runs of a call, whatever became of it."""
         for answer in call.answers:
             if answer.result is None:
-                self._finish(answer, call, FinishReason.ABORT)
-        if self._drafter and not self._running:
-            self._drafter.reset()
+                self._abort(answer, call)
+        if not self._running:
+            self._drain()
         self._persist()
+
+    def _abort(self, answer: Answer, call: _Call) -> None:
+        self._catch_up(answer)
+        self._aborted.add(answer.sequence)
+        self._finish(answer, call, FinishReason.ABORT)
 
     def _finish(
         self,
@@ -307,10 +355,17 @@ class LLM:
         told: tuple[tuple[int, ...], str, tuple[TokenLogprob, ...]] = ((), "", ()),
         problem: DeepinferError | None = None,
     ) -> None:
-        """Give memory back, make the result, tell the caller (ids, text and log-probabilities
-        of the last tokens, if any)."""
-        self._policy.remove(answer.sequence)
-        self._running.pop(answer.sequence, None)
+        """Make the result and tell the caller (ids, text and log-probabilities of the last tokens,
+        if any). The memory is given back when the scheduler hears of it."""
+        sequence = answer.sequence
+        if self._running.pop(sequence, None):
+            self._kinds.subtract(answer.kinds)
+            self._reaches -= Counter([reach(sequence.request.params)])  # drops what is 0
+            self._note_drawing()
+        if sequence.slot is None and not sequence.preemptions:  # it never ran
+            self._policy.remove(sequence)
+        else:
+            self._leaving.append(sequence)
         ids, text, logprobs = told
         text += answer.finish(reason, self._clock(), problem)
         call.open -= 1
@@ -319,171 +374,315 @@ class LLM:
     # one step
 
     def _step(self) -> None:
+        """Plan a step and launch it, then land the one before it, or without overlap this one."""
         try:
-            running = self._policy.running
-            if self._drafter:
-                self._drafter.choose(running, self._policy.max_rows - len(running))
-            step = self._policy.next_step(
-                lambda sequence: self._running[sequence][0].wants_all_rows
-            )
-            if step is None:
-                raise InternalError("nothing-to-run", "requests are open but none can run")
-            started = self._clock()
-            for sequence in step.sequences:
-                answer, _ = self._running[sequence]
-                answer.scheduled = started if answer.scheduled is None else answer.scheduled
+            step = self._policy.next_step()
             self._move(self._prefix.leaving(), self._prefix.keep)
-            self._commit(step, self.parts.runner.forward(step.plan))
-            if self._drafter:
-                self._draft(step, started)
+            if step is None and not (self._flight or self._landed or self._leaving):
+                raise InternalError("nothing-to-run", "requests are open but none can run")
+            ahead = self.parts.overlap and not self._kinds["told"]
+            if not ahead or step is None:
+                self._land_last()
+            flight = self._launch(step) if step else None
+            if flight and ahead:
+                self._draft(flight)
+            self._land_last()
+            self._settle()
+            if flight and ahead:
+                self._flight = flight
+            elif flight:
+                self._land(flight)
+                self._draft(flight)
+            elif step:  # all that were in it have ended
+                self._landed.append(_Landed(step, _nothing(step)))
         except BaseException:
-            # Memory is half written or half planned: whoever goes on starts afresh.
-            for sequence in tuple(self._policy.running):
-                self._policy.preempt(sequence)
-            if self._drafter:
-                self._drafter.reset()
+            self._start_afresh()
             raise
         self._persist()
 
-    def _draft(self, step: Step, started: float) -> None:
-        """Draft for the requests of a step that go on."""
-        judged = self._clock()
-        self._drafter.draft(
-            [
-                self._running[sequence][0]
-                for sequence in step.sequences
-                # The last token of a prompt can be pending too.
-                if sequence in self._running and sequence.pending == 1 and sequence.generated
-            ]
+    def _launch(self, step: Step) -> Flight | None:
+        """Start a step, less what has ended since it was planned; None: nothing is left of it."""
+        if self._leaving:
+            step = self._without_ended(step)
+            if step is None:
+                return None
+        if step.chunks:
+            now = self._clock()
+            for sequence, _ in step.chunks:
+                answer, _ = self._running.get(sequence, (None, None))
+                if answer is not None and answer.scheduled is None:
+                    answer.scheduled = now
+        return self._device.judge(step, self._drawing, self._told(step))
+
+    def _without_ended(self, step: Step) -> Step | None:
+        """A step of those that go on. The others' rows may run where drafts are shared out: to
+        leave them out would give their rows to other requests."""
+        on = [sequence in self._running for sequence in step.decoding]
+        chunks = [at for at, (sequence, _) in enumerate(step.chunks) if sequence in self._running]
+        if not any(on) and not chunks:
+            return None
+        if self._planner and self._planner.rules.varlen:
+            return step
+        decoding, plan = step.plan.decoding, step.plan
+        members = step.decoding
+        if not any(on):
+            decoding, members = None, ()
+        elif not all(on):
+            slots = tuple(slot for slot, alive in zip(decoding.slots, on, strict=True) if alive)
+            members = tuple(s for s, alive in zip(members, on, strict=True) if alive)
+            decoding = replace(decoding, slots=slots, extra=decoding.drafts * len(slots))
+        finishing = [at for at in chunks if at in step.finishing]
+        return Step(
+            step.number,
+            replace(plan, decoding=decoding, chunks=tuple(plan.chunks[at] for at in chunks)),
+            members,
+            tuple(step.chunks[at] for at in chunks),
+            tuple(chunks.index(at) for at in finishing),
+            (*members, *(step.chunks[at][0] for at in finishing)),
         )
-        pure = all(chunk.certain - chunk.start == 1 for chunk in step.plan.chunks)
-        self._drafter.ended(step.plan.rows, judged - started, self._clock() - judged, pure)
 
-    def _persist(self) -> None:
-        """Write the pages that became complete to the durable tier, unless this is closed."""
-        if self.parts is None:
-            return
-        self._move(self._prefix.completed(), self._prefix.persist)
+    def _note_drawing(self) -> None:
+        """How the open requests draw has changed."""
+        kinds = self._kinds
+        widest = max(self._reaches, default=0)
+        self._drawing = Drawing(kinds["drawn"] > 0, widest, kinds["floored"] > 0)
 
-    def _move(self, pages: Sequence[tuple[Key, int]], store: Callable[[Key, bytes], None]) -> None:
-        """Hand the bytes of (key, page) on to `store`."""
-        for kind in {key[0] for key, _ in pages}:
-            group = [(key, page) for key, page in pages if key[0] == kind]
-            payloads = self.parts.runner.read(kind, [page for _, page in group])
-            for (key, _), payload in zip(group, payloads, strict=True):
-                store(key, payload)
-
-    def _commit(self, step: Step, logits: torch.Tensor) -> None:
-        """Take a step's logits [logit rows, vocab]: judge, choose, append, tell, finish."""
-        choosing: list[tuple[Generation, range]] = []
-        broken: list[tuple[Generation, torch.Tensor]] = []
-        complete: list[Generation] = []
-        first_row = 0
-        for chunk, sequence in zip(step.plan.chunks, step.sequences, strict=True):
-            span = range(first_row, first_row + chunk.logits)
-            first_row = span.stop
-            rows = logits[span.start : span.stop]
-            answer, _ = self._running[sequence]
-            answer.ran(chunk, rows)
-            if not _take_prompt_logprobs(answer, chunk.start, rows):
-                broken.append((sequence, rows))
-            elif chunk.certain < len(sequence.tokens):
-                self._prefix.advance(sequence, chunk.end)
-            elif sequence.request.max_new:
-                choosing.append((sequence, span[-1 - chunk.drafts :]))
-            else:
-                self._prefix.advance(sequence, chunk.end)
-                complete.append(sequence)
-        verdicts = self._judge(logits, choosing)
-        logprobs = self._logprobs(logits, choosing, verdicts)
-        now = self._clock()
-        for (sequence, span), verdict in zip(choosing, verdicts, strict=True):
-            if not self._deliver(sequence, verdict, logprobs.get(sequence, ()), now):
-                broken.append((sequence, logits[span[verdict.accepted]]))
-        for sequence in complete:
-            self._finish(*self._running[sequence], FinishReason.LENGTH)
-        for sequence, rows in broken:
-            if not rows.isfinite().all():
-                self._prefix.forget(sequence)
-            problem = _numeric_error(sequence)
-            self._finish(*self._running[sequence], FinishReason.ERROR, problem=problem)
-
-    def _judge(
-        self, logits: torch.Tensor, choosing: Sequence[tuple[Generation, range]]
-    ) -> list[Verdict]:
-        """What becomes of the drafts of each (sequence, its rows of logits), and what follows."""
-        if not choosing:
-            return []
-        sequences = [sequence for sequence, _ in choosing]
-        wanted = [row for _, span in choosing for row in span]
-        rows = [
-            self._running[sequence][0].row(sequence.drafts[:count])
-            for sequence in sequences
-            for count in range(len(sequence.drafts) + 1)
-        ]
-        part = logits if len(wanted) == len(logits) else logits[wanted]
-        scores = self._drafter.scores(sequences) if self._drafter else None
-        # Without drafts every rule chooses the same.
-        rule = self.parts.drafting.verify if self.parts.drafting else "coupled"
-        return verify(part, rows, [sequence.drafts for sequence in sequences], scores, rule)
-
-    def _logprobs(
-        self,
-        logits: torch.Tensor,
-        choosing: Sequence[tuple[Generation, range]],
-        verdicts: Sequence[Verdict],
-    ) -> dict[Generation, list[TokenLogprob | None]]:
-        """Log-probabilities of the tokens of each sequence that wants them."""
-        rows: list[int] = []
-        tokens: list[int] = []
-        tops: list[int] = []
-        counts: dict[Generation, int] = {}
-        for (sequence, span), verdict in zip(choosing, verdicts, strict=True):
-            top = sequence.request.params.logprobs
-            if top is not None:
-                counts[sequence] = len(verdict.tokens)
-                rows += span[: len(verdict.tokens)]
-                tokens += verdict.tokens
-                tops += [top] * len(verdict.tokens)
-        if not rows:
+    def _told(self, step: Step) -> dict[Generation, Told]:
+        """Requests of a step whose rows only the host can make."""
+        if not self._kinds["told"]:
             return {}
-        found = iter(sampler.logprobs(logits[rows], tokens, tops))
-        return {sequence: list(islice(found, count)) for sequence, count in counts.items()}
+        return {
+            sequence: self._running[sequence][0].row
+            for sequence in step.choosing
+            if sequence in self._running and self._running[sequence][0].told
+        }
+
+    def _draft(self, flight: Flight) -> None:
+        """Draft for the requests of a step that go on, if there are any."""
+        step = flight.step
+        if not step.plan.draft or not step.choosing:
+            return
+        if any(sequence in self._running for sequence in step.choosing):
+            self._device.draft(flight, self._drawing, self._told(step))
+            if self._landed and self._landed[-1].step is step:
+                self._landed[-1].outcome = self._device.read(flight)
+
+    def _land_last(self) -> None:
+        """Land the step that is on its way; what has lost its memory is read before it is lost."""
+        flight, self._flight = self._flight, None
+        if flight:
+            self._land(flight)
+        preempted, self._policy.preempted = self._policy.preempted, []
+        for sequence in preempted:
+            if sequence in self._running:
+                self._catch_up(self._running[sequence][0])
+
+    def _land(self, flight: Flight) -> None:
+        """Take what a step gave: its tokens go to the answers that are due."""
+        step, outcome = flight.step, self._device.read(flight)
+        landed, now = _Landed(step, outcome), self._clock()
+        rows = step.plan.decoding.rows if step.plan.decoding else 0
+        for chunk, (sequence, run) in zip(step.plan.chunks, step.chunks, strict=True):
+            if sequence in self._running:
+                logits = flight.logits[rows : rows + chunk.logits]
+                self._take_chunk(chunk, logits, *self._running[sequence], run, landed)
+            rows += chunk.logits
+        judged: list[tuple[int, Generation, int, int, bool]] = []
+        for at in self._log.write(self._slots(step), outcome):
+            running = self._running.get(step.choosing[at])
+            if running:
+                self._deliver(flight, at, *running, landed, judged, now)
+        if self._planner:
+            if self._planner.watch and judged:
+                self._planner.record(step, outcome, judged)
+            landed.going_on = [
+                (at, sequence)
+                for at, sequence in enumerate(step.choosing)
+                if sequence in self._running
+            ]
+        self._landed.append(landed)
+
+    def _slots(self, step: Step) -> np.ndarray:
+        """Slots of the requests that choose; those of the decoding ones are kept."""
+        slots = step.plan.decoding.slots if step.plan.decoding else ()
+        if self._named[0] is not slots:
+            self._named = slots, np.array(slots, dtype=np.int64)
+        if not step.finishing:
+            return self._named[1]
+        more = [step.plan.chunks[at].slot for at in step.finishing]
+        return np.concatenate((self._named[1], np.array(more, dtype=np.int64)))
+
+    def _take_chunk(
+        self,
+        chunk: Chunk,
+        rows: torch.Tensor,
+        answer: Answer,
+        call: _Call,
+        run: int,
+        landed: _Landed,
+    ) -> None:
+        """A chunk of a prompt ran; `rows` are its logits [chunk.logits, vocab]."""
+        sequence = answer.sequence
+        answer.ran(chunk, rows)
+        if not _take_prompt_logprobs(answer, chunk.start, rows):
+            self._fail(answer, call, rows, landed)
+        elif chunk.end < len(sequence.tokens):
+            landed.advanced.append((sequence, run, chunk.end))
+        elif sequence.request.max_new:
+            answer.slot = chunk.slot
+            self._log.begin(chunk.slot, len(sequence.tokens))
+        else:
+            landed.advanced.append((sequence, run, chunk.end))
+            self._finish(answer, call, FinishReason.LENGTH)
 
     def _deliver(
         self,
-        sequence: Generation,
-        verdict: Verdict,
-        logprobs: Sequence[TokenLogprob | None],
+        flight: Flight,
+        at: int,
+        answer: Answer,
+        call: _Call,
+        landed: _Landed,
+        judged: list[tuple[int, Generation, int, int, bool]],
         now: float,
-    ) -> bool:
-        """Append a verdict's tokens up to the end of the answer; False: its numbers are broken."""
-        answer, call = self._running[sequence]
-        decoding, verified = sequence.generated > 0, len(sequence.drafts)
-        sequence.drafts = ()
+    ) -> None:
+        """Append what an answer got up to its end; `at` is its place in the step."""
+        sequence, outcome = answer.sequence, landed.outcome
+        ends = outcome.look[at] or self._log.length[answer.slot] >= sequence.request.end
+        if not (ends or answer.followed or answer.first is None):  # a page is complete
+            self._append(answer, self._log.read(answer.slot))
+            self._go_on(answer, landed)
+            return
+        self._append(answer, self._log.read(answer.slot, but=1))
+        chosen = outcome.tokens[at, : outcome.counts[at]].tolist()
+        decoding, position = sequence.generated > 0, len(sequence.tokens)
+        logprobs = _logprobs(flight, at, chosen, sequence.request.params.logprobs)
         ids: list[int] = []
         text, reason = "", None
-        for token, logprob in zip_longest(verdict.tokens, logprobs):
+        for token, logprob in zip_longest(chosen, logprobs):
             more, reason = answer.take(token, logprob, now)
             ids.append(token)
             text += more
             if reason is not None:
                 break
-        if decoding and self._drafter:
+        if decoding and self._planner:
             ended = reason is not None
-            self._drafter.judged(sequence, verified, verdict, len(ids), ended, answer.counts)
+            drafts = outcome.drafted, outcome.verified, outcome.accepted
+            answer.counts.add(*(int(column[at]) for column in drafts), len(ids), ended)
+            judged.append((at, sequence, position, len(ids), ended))
         told = tuple(ids), text, tuple(logprobs[: len(ids)])
-        if verdict.broken and reason is None:
+        if outcome.broken[at] and reason is None:
             if ids:
                 call.deltas.append(answer.delta(*told))
-            return False
-        self._prefix.advance(sequence, len(sequence.tokens) - 1)
-        answer.highest = max(answer.highest, sequence.computed)
-        if reason is None:
-            call.deltas.append(answer.delta(*told))
-        else:
+            row = flight.chosen[int(flight.first[at]) + len(ids)]
+            self._fail(answer, call, row, landed)
+            return
+        self._go_on(answer, landed)
+        if reason is not None:
             self._finish(answer, call, reason, told)
-        return True
+        elif call.streams:
+            call.deltas.append(answer.delta(*told))
+
+    def _go_on(self, answer: Answer, landed: _Landed) -> None:
+        """All but the newest token of an answer is in memory; when must it be read again? At the
+        end of a page, so that others can find it, and at its own end."""
+        sequence, size = answer.sequence, self._policy.blocks.page_tokens
+        computed = len(sequence.tokens) - 1
+        answer.highest = max(answer.highest, computed)
+        landed.advanced.append((sequence, sequence.preemptions, computed))
+        next_page = computed // size * size + size + 1
+        self._log.tell[answer.slot] = 0 if answer.followed else min(next_page, sequence.request.end)
+
+    def _catch_up(self, answer: Answer) -> None:
+        """Read what an answer got so far, before its slot is another's."""
+        if answer.slot is not None:
+            self._append(answer, self._log.read(answer.slot))
+            answer.slot = None
+
+    def _append(self, answer: Answer, entry: Entry) -> None:
+        """Steps that went by without anything to tell."""
+        if not entry.tokens:
+            return
+        steps = entry.steps - (answer.sequence.generated == 0)  # the first token ends the prompt
+        answer.append(entry.tokens)
+        if self._planner:
+            committed = len(entry.tokens) - entry.steps + steps
+            answer.counts.add_all(steps, entry.drafted, entry.verified, entry.accepted, committed)
+
+    def _fail(self, answer: Answer, call: _Call, rows: torch.Tensor, landed: _Landed) -> None:
+        """End an answer for its numbers; what is computed from such must not be found again."""
+        sequence = answer.sequence
+        if not rows.isfinite().all():
+            landed.broken.append(sequence)
+        self._finish(answer, call, FinishReason.ERROR, problem=_numeric_error(sequence))
+
+    def _settle(self) -> None:
+        """Let the scheduler know what has landed, and take memory back from who has ended."""
+        while self._landed:
+            landed = self._landed.popleft()
+            self._policy.settle(landed.step, landed.outcome.counts)
+            for sequence in landed.broken:
+                self._prefix.forget(sequence)
+            for sequence, run, end in landed.advanced:
+                here = sequence.slot is not None and sequence.preemptions == run
+                if here and sequence not in self._aborted:
+                    self._policy.advance(sequence, end)
+            if self._planner:
+                self._planner.settle(landed.step, landed.outcome, landed.going_on)
+        for sequence in sorted(self._leaving, key=lambda sequence: sequence.order):
+            self._policy.remove(sequence)
+        self._leaving.clear()
+        self._aborted.clear()
+
+    def _drain(self) -> None:
+        """Nobody is left: everything comes back."""
+        self._land_last()
+        self._settle()
+        self._rest()
+
+    def _start_afresh(self) -> None:
+        """Memory is half written or half planned: whoever goes on is computed again, but for what
+        steps that have landed left for all to find."""
+        for answer, _ in self._running.values():
+            self._catch_up(answer)
+        self._flight = None
+        self._settle()
+        self._policy.drop()
+        self._policy.preempted.clear()
+        self._rest()
+
+    def _rest(self) -> None:
+        self._device.forget()
+        if self._planner:
+            self._planner.reset()
+
+    def _persist(self) -> None:
+        """Write the pages that became complete to the durable tier, unless this is closed."""
+        if self.parts is None or self.parts.durable is None:
+            return
+        self._move(self._prefix.completed(), self._prefix.persist)
+
+    def _move(self, pages: Sequence[tuple[Key, int]], store: Callable[[Key, bytes], None]) -> None:
+        """Hand the bytes of (key, page) on to `store`."""
+        for kind in {key[0] for key, _ in pages} if pages else ():
+            group = [(key, page) for key, page in pages if key[0] == kind]
+            payloads = self.parts.runner.read(kind, [page for _, page in group])
+            for (key, _), payload in zip(group, payloads, strict=True):
+                store(key, payload)
+
+
+def _nothing(step: Step) -> Outcome:
+    none = np.zeros(len(step.choosing), dtype=np.int64)
+    return Outcome(none[:, None], none, none > 0, none > 0)
+
+
+def _logprobs(
+    flight: Flight, at: int, tokens: Sequence[int], top: int | None
+) -> Sequence[TokenLogprob | None]:
+    """Log-probabilities of the tokens that a request got in a step, if it asked for them."""
+    if top is None or not tokens:
+        return ()
+    first = int(flight.first[at])
+    return sampler.logprobs(flight.chosen[first : first + len(tokens)], tokens, [top] * len(tokens))
 
 
 def _take_prompt_logprobs(answer: Answer, start: int, rows: torch.Tensor) -> bool:

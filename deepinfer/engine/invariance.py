@@ -2,7 +2,8 @@
 
 An open engine comes in, a report goes out: which compositions were tried, which request got other
 token ids or log-probability bits than alone, and the first op and row that made the difference. It
-must not know ops, steps or memory; it only runs engines. Source: serving semantics §6.
+runs engines and watches their op table; it must not know how a step is planned or run. Source:
+serving semantics §6.
 """
 
 from __future__ import annotations
@@ -215,6 +216,9 @@ class Check:
     ) -> Report:
         """Try the cells; `progress` gets each cell, its number from 1, and their count."""
         report = Report(len(cells) if of is None else of)
+        # All before any cell: a run alone writes pages that an engine of a cell may resume from.
+        for member in {member for cell in cells for member in self._members(cell)}:
+            self._reference(member)
         ordered = sorted(cells, key=lambda cell: tuple(map(str, cell.engine)))
         for _, group in itertools.groupby(ordered, key=lambda cell: cell.engine):
             some = list(group)

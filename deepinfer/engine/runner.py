@@ -1,7 +1,7 @@
 """Runs a step plan: ids to tensors, the model over the pools, logits of the rows asked for.
 
-Comes in: ``StepPlan``s whose slots and pages the scheduler owns. Goes out: float32 logits. Must
-not know sampling, stopping or text.
+Comes in: ``StepPlan``s whose slots and pages the scheduler owns, and the rows of decoding requests,
+which only the device knows. Goes out: float32 logits. Must not know sampling, stopping or text.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import numpy as np
 import torch
 
 from deepinfer.core.step import Chunk, StepPlan
-from deepinfer.kvcache.draft import DraftRequest, RingContext
+from deepinfer.device.transfer import send
+from deepinfer.kvcache.draft import RingContext
+from deepinfer.kvcache.live import LiveRows
 from deepinfer.kvcache.memory import StepMemory
 from deepinfer.kvcache.pools import Pools
 from deepinfer.model.config import ModelConfig
@@ -51,6 +53,7 @@ class Runner:
         self.model = model = Transformer(config, weights, ops)
         self.draft = Draft(config, weights, ops, model.embed, model.head) if draft else None
         self.map = TokenMap.of(config, token_map)
+        self._mapped = torch.from_numpy(self.map.table).to(self.device)
         self.pools = Pools(
             config,
             slots=slots,
@@ -65,42 +68,60 @@ class Runner:
         )
 
     @torch.inference_mode()
-    def forward(self, plan: StepPlan) -> torch.Tensor:
-        """float32 [sum of chunk.logits, vocab], in chunk order."""
+    def forward(self, plan: StepPlan, live: LiveRows | None = None) -> torch.Tensor:
+        """float32 [live rows + sum of chunk.logits, vocab]: of every live row, then of the chunks
+        in their order. Live rows alone are run without waiting for the device."""
         for load in plan.loads:
             self.pools.write(load.kind, load.page, load.payload)
         for chunk in plan.chunks:
             if chunk.restore or chunk.context:
                 self._restore(chunk)
-        ids = np.concatenate([np.asarray(c.token_ids, dtype=np.int64) for c in plan.chunks])
-        mapped = torch.as_tensor(self.map.lookup(ids), device=self.device)
-        memory = StepMemory(self.config, self.pools, self.ops, plan.chunks, mapped)
-        wanted = [
-            np.arange(end - chunk.logits, end)
-            for end, chunk in zip(memory.ends, plan.chunks, strict=True)
-        ]
-        tokens = torch.as_tensor(ids, device=self.device)
-        rows = torch.as_tensor(np.concatenate(wanted), device=self.device)
+        tokens, mapped = self._tokens(plan.chunks, live)
+        memory = StepMemory(self.config, self.pools, self.ops, plan.chunks, mapped, live)
+        rows = self._wanted(plan.chunks, live, memory.ends)
         if self.draft is None:
             return self.model.forward(tokens, memory, rows)
         x, targets = self.model.hidden_and_targets(tokens, memory)
         kept, positions = memory.context_rows()
         if kept.numel():
             memory.store_context(self.draft.context(targets[kept], positions))
-        return self.model.logits(x[rows])
+        return self.model.logits(x if rows is None else x[rows])
 
     @torch.inference_mode()
-    def draft_block(self, requests: Sequence[DraftRequest]) -> DraftBlock:
-        """``Draft.block`` of these requests; needs ``draft``."""
+    def draft_block(
+        self, slots: torch.Tensor, anchors: torch.Tensor, last: torch.Tensor, first: torch.Tensor
+    ) -> DraftBlock:
+        """``Draft.block`` of requests, int64 [R] each: the newest token ``anchors`` of ``slots``
+        follows position ``last``; ``first``: see `RingContext`. Needs ``draft``."""
         assert self.draft is not None, "a runner without draft stages"
-        anchors = torch.tensor([r.anchor for r in requests], device=self.device)
-        last = torch.tensor([r.last for r in requests], device=self.device)
-        memory = RingContext(self.config, self.pools, self.ops, requests)
+        memory = RingContext(self.config, self.pools, self.ops, slots, last, first)
         return DraftBlock(self.draft, *self.draft.block(anchors, last, memory))
+
+    def _tokens(
+        self, chunks: Sequence[Chunk], live: LiveRows | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids and mapped ids int64 of all rows."""
+        parts = [] if live is None else [(live.ids, self._mapped[live.ids])]
+        if chunks:
+            ids = np.concatenate([np.asarray(c.token_ids, dtype=np.int64) for c in chunks])
+            tokens, mapped = send([ids, self.map.lookup(ids)], self.device)
+            parts.append((tokens, mapped))
+        tokens, mapped = zip(*parts, strict=True)
+        return torch.cat(tokens), torch.cat(mapped)
+
+    def _wanted(
+        self, chunks: Sequence[Chunk], live: LiveRows | None, ends: Sequence[int]
+    ) -> torch.Tensor | None:
+        """Which of the rows that reach the end need logits; None: all."""
+        if not chunks:
+            return None
+        rows = [np.arange(0 if live is None else len(live.of))]
+        rows += [np.arange(end - c.logits, end) for end, c in zip(ends, chunks, strict=True)]
+        return send([np.concatenate(rows)], self.device)[0]
 
     def _restore(self, chunk: Chunk) -> None:
         mapped = self.map.lookup(np.asarray(chunk.context, dtype=np.int64))
-        history = torch.as_tensor(mapped, device=self.device)
+        [history] = send([mapped], self.device)
         self.pools.restore(chunk.slot, chunk.start, chunk.restore, history)
 
     def read(self, kind: str, pages: Sequence[int]) -> list[bytes]:

@@ -7,10 +7,6 @@ Must not know tokens, sampling or how many drafts are used.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-import numpy as np
 import torch
 
 from deepinfer.kvcache.pools import Pools
@@ -18,44 +14,37 @@ from deepinfer.model.config import ModelConfig
 from deepinfer.model.memory import Ops
 
 
-@dataclass(frozen=True, slots=True)
-class DraftRequest:
-    """One block to draft: the newest token ``anchor`` of ``slot`` follows position ``last``.
-
-    first: the lowest position whose context keys the ring may hold; those before were never
-    written in this slot.
-    """
-
-    slot: int
-    anchor: int
-    last: int
-    first: int = 0
-
-
 class RingContext:
-    """See ``model.memory.DraftMemory``. One object per draft pass.
+    """See ``model.memory.DraftMemory``. One object per draft pass; it never waits for the device.
 
     A row's key list is the request's context, oldest first, then the B keys of its block, then -1:
     it depends on the request alone.
     """
 
     def __init__(
-        self, config: ModelConfig, pools: Pools, ops: Ops, requests: Sequence[DraftRequest]
+        self,
+        config: ModelConfig,
+        pools: Pools,
+        ops: Ops,
+        slots: torch.Tensor,
+        last: torch.Tensor,
+        first: torch.Tensor,
     ):
+        """int64 [R]: the blocks of ``slots`` follow the positions ``last``; ``first``: the lowest
+        positions whose context keys the rings may hold, those before were never written."""
         self.pools, self.ops = pools, ops
-        width, slots, ring = config.sliding_window, config.dspark_block_size, pools.ring
-        counts = [max(0, min(width, r.last + 1 - r.first)) for r in requests]
-        starts = np.cumsum([0, *counts])
-        places = np.empty(starts[-1], dtype=np.int64)
-        columns = np.full((len(requests), width + slots), -1)
-        for i, (r, n) in enumerate(zip(requests, counts, strict=True)):
-            mine = np.arange(starts[i], starts[i + 1])
-            places[mine] = r.slot * ring + np.arange(r.last + 1 - n, r.last + 1) % ring
-            columns[i, :n] = mine
-            columns[i, n : n + slots] = starts[-1] + i * slots + np.arange(slots)
-        device = pools.history.device
-        self._places = torch.as_tensor(places, device=device)
-        self._columns = torch.as_tensor(columns.repeat(slots, 0), device=device)
+        width, block, ring = config.sliding_window, config.dspark_block_size, pools.ring
+        slots, last, first = (x.unsqueeze(1) for x in (slots, last, first))
+        counts = (last + 1 - first).clamp(0, width)
+        column = torch.arange(width + block, device=slots.device)
+        position = last + 1 - counts + column[:width]
+        # Behind the context stand places that no column names.
+        self._places = (slots * ring + position % ring).flatten()
+        request = torch.arange(len(slots), device=slots.device).unsqueeze(1)
+        new = len(self._places) + request * block + column - counts
+        columns = torch.where(column < counts, request * width + column, new)
+        columns = torch.where(column < counts + block, columns, -1)
+        self._columns = columns.repeat_interleave(block, 0)
 
     def attend(
         self, stage: int, q: torch.Tensor, kv: torch.Tensor, sink: torch.Tensor

@@ -1,8 +1,9 @@
 """The engine's ``Memory``: one step's view of the pools for ragged rows of many requests.
 
-Comes in: the chunks that run, with their replay plans and page tables. Goes out: what the model
-asks for (``model.memory.Memory``). A row's key list is always W window columns, oldest first, then
-index_topk entries, ascending, -1 at the end of each part: it depends on the row alone.
+Comes in: the chunks that run, with their replay plans and page tables, and the rows of decoding
+requests. Goes out: what the model asks for (``model.memory.Memory``). A row's key list is always W
+window columns, oldest first, then index_topk entries, ascending, -1 at the end of each part: it
+depends on the row alone.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import numpy as np
 import torch
 
 from deepinfer.core.step import Chunk
+from deepinfer.kvcache.live import LiveRows
 from deepinfer.kvcache.pools import Pools
+from deepinfer.kvcache.rows import StepRows
 from deepinfer.model.config import LayerSpec, ModelConfig
 from deepinfer.model.memory import Ops
 
@@ -39,7 +42,7 @@ class _Groups:
 class _Windows:
     """Window keys of the rows of one half of the layers."""
 
-    past: torch.Tensor  # ring rows of the W - 1 positions before each chunk's rows
+    past: torch.Tensor  # ring rows of the W - 1 positions before each sequence's rows
     slots: torch.Tensor  # [N, W] into [past, new rows]
     ring_rows: torch.Tensor  # new rows that stay in the ring ...
     ring_places: torch.Tensor  # ... and where
@@ -49,28 +52,16 @@ class _Windows:
 class _Batch:
     """Some rows of requests with equally many of them: R requests, T rows each, n entries."""
 
-    rows: torch.Tensor  # [R, T]
+    rows: torch.Tensor  # [R, T] to read from; any row in a void cell
+    places: torch.Tensor  # [R, T] to write to: the same, but N in a void cell
     visible: torch.Tensor  # [R, T] entries that each row may see
     table: torch.Tensor  # [R, n] pool slot of each entry
     whole: torch.Tensor  # [R, m] the same for all rows of these requests, m >= n
 
 
-class _Half:
-    """The rows of a step that run in one half of the layers.
-
-    ``starts``: first row of each chunk there, at most its end; ``sees``: first visible position.
-    """
-
-    def __init__(self, chunks: Sequence[Chunk], starts: list[int], sees: list[int]) -> None:
-        self.chunks, self.starts, self.sees = chunks, starts, sees
-        counts = [c.end - start for c, start in zip(chunks, starts, strict=True)]
-        self.counts = counts
-        self.offsets = np.cumsum([0, *counts])
-        self.batches: dict[int, list[_Batch]] = {}
-
-
 class StepMemory:
-    """See ``model.memory.Memory``. One object per forward pass."""
+    """See ``model.memory.Memory``. One object per forward pass, which never waits for the device:
+    all sizes follow from what the host knows."""
 
     def __init__(
         self,
@@ -79,86 +70,64 @@ class StepMemory:
         ops: Ops,
         chunks: Sequence[Chunk],
         mapped: torch.Tensor,
+        live: LiveRows | None = None,
     ):
-        """``mapped``: int64 [N] mapped ids of the rows (empty without Engram)."""
-        self.config, self.pools, self.ops, self.chunks = config, pools, ops, chunks
+        """Live rows come first, then those of the chunks; ``mapped``: int64 [N] mapped ids of all
+        (empty without Engram).
+
+        A live row runs in every layer and sees from position 0: a prompt is never cut, nor resumed,
+        with less than a window before its end.
+        """
+        self.config, self.pools, self.ops = config, pools, ops
         self.device = pools.history.device
         start = config.decoder_start
         self._boundary = config.num_hidden_layers if start is None else start
-        first, last = self._half(0, everything=True), self._half(config.num_hidden_layers - 1)
-        self._halves = first, last
-        self.offsets = first.offsets
-        self.ends = last.offsets[1:]  # of each chunk among the rows that reach the end
-        self.positions = self._tensor(np.concatenate([np.arange(c.start, c.end) for c in chunks]))
-        self.kept: torch.Tensor | None = None
-        if last.counts != first.counts:
-            rows = [
-                np.arange(end - count, end)
-                for end, count in zip(first.offsets[1:], last.counts, strict=True)
-            ]
-            self.kept = self._tensor(np.concatenate(rows))
-        self._slots = self._tensor([c.slot for c in chunks])
-        self._windows = [self._window(half) for half in self._halves]
-        self._copies = self._snapshot_rows()
+        ratios = {*config.compress_ratios} - {0}
+        self._step = step = StepRows(chunks, live, config.num_hidden_layers, ratios, pools)
+        self.positions = step.rows[0].positions
+        self.kept = step.upper()
+        self.ends = step.ends
+        self._windows = [self._window(half) for half in (0, 1)]
+        self._copies = step.windows()
         self.ngrams = self._ngrams(mapped)
-        self._ratio_groups = {r: self._groups(r) for r in {*config.compress_ratios} - {0}}
+        self._ratio_groups = {ratio: self._groups(ratio) for ratio in ratios}
+        self._batches = {
+            of: self._batched(*of)
+            for of in {
+                (self._half(layer), layer.ratio) for layer in config.layers if layer.owns_index
+            }
+        }
         self._chosen: dict[int, torch.Tensor] = {}
         self._candidates: list[torch.Tensor] = []
 
-    def _tensor(self, values) -> torch.Tensor:
-        return torch.as_tensor(np.asarray(values, dtype=np.int64), device=self.device)
-
-    def _half(self, layer: int, everything: bool = False) -> _Half:
-        starts, sees = [], []
-        for c in self.chunks:
-            first = c.start if everything or c.replay is None else c.replay.rows_from(layer)
-            starts.append(min(max(c.start, first), c.end))
-            sees.append(0 if c.replay is None else c.replay.sees_from(layer))
-        return _Half(self.chunks, starts, sees)
-
-    def _of(self, layer: LayerSpec) -> int:
+    def _half(self, layer: LayerSpec) -> int:
         """Which half a layer belongs to."""
         return int(layer.index >= self._boundary)
 
+    def _arange(self, *bounds: int) -> torch.Tensor:
+        return torch.arange(*bounds, device=self.device)
+
     # window
 
-    def _window(self, half: _Half) -> _Windows:
-        """Slot lists over [history of each chunk, new rows], and where new rows go."""
+    def _window(self, half: int) -> _Windows:
+        """Slot lists over [history of each sequence, new rows], and where new rows go."""
         width, ring = self.config.sliding_window, self.pools.ring
-        kept = width - 1
-        past, columns, rows, places = [], [], [], []
-        for i, (c, start, sees) in enumerate(zip(self.chunks, half.starts, half.sees, strict=True)):
-            before = np.arange(start - kept, start)
-            past.append(np.where(before >= 0, c.slot * ring + before % ring, 0))
-            p = np.arange(start, c.end)[:, None]
-            key = np.maximum(p - kept, sees) + np.arange(width)
-            old = i * kept + (key - (start - kept))
-            new = len(self.chunks) * kept + half.offsets[i] + (key - start)
-            columns.append(np.where(key > p, -1, np.where(key < start, old, new)))
-            last = np.arange(max(start, c.end - ring), c.end)
-            rows.append(half.offsets[i] + last - start)
-            places.append(c.slot * ring + last % ring)
-        joined = (np.concatenate(x) for x in (past, columns, rows, places))
-        return _Windows(*(self._tensor(x) for x in joined))
-
-    def _snapshot_rows(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Rows whose window entries are kept for reuse, and where; None if there are none."""
-        size = self.pools.page_tokens
-        rows, places = [], []
-        for i, c in enumerate(self.chunks):
-            for index, page in c.windows:
-                p = np.arange(max(c.start, index * size), min(c.end, (index + 1) * size))
-                rows.append(self.offsets[i] + p - c.start)
-                places.append(page * size + p % size)
-        if not rows:
-            return None
-        return self._tensor(np.concatenate(rows)), self._tensor(np.concatenate(places))
+        kept, rows, slots = width - 1, self._step.rows[half], self._step.slots
+        before = rows.starts.unsqueeze(1) + self._arange(-kept, 0)
+        past = torch.where(before >= 0, slots.unsqueeze(1) * ring + before % ring, 0)
+        of, p = rows.of.unsqueeze(1), rows.positions.unsqueeze(1)
+        start = rows.starts[of]
+        key = torch.maximum(p - kept, self._step.sees[half][of]) + self._arange(width)
+        old = of * kept + key - (start - kept)
+        new = len(slots) * kept + rows.row(of, key)
+        columns = torch.where(key > p, -1, torch.where(key < start, old, new))
+        return _Windows(past.flatten(), columns, *self._step.ring(half))
 
     def attend(
         self, layer: LayerSpec, q: torch.Tensor, kv: torch.Tensor, sink: torch.Tensor
     ) -> torch.Tensor:
         formats, ring = self.pools.formats, self.pools.windows[layer.index]
-        windows = self._windows[self._of(layer)]
+        windows = self._windows[self._half(layer)]
         new = formats.window.encode(kv)
         # Load the old rows before storing the new ones: their places overlap.
         window = torch.cat((ring[windows.past], new))
@@ -197,49 +166,42 @@ class StepMemory:
         ring = history.shape[1]
         if not ring:
             return mapped.unsqueeze(-1)
-        depth = ring - self.pools.rollback
-        source, rows, places = [], [], []
-        size = len(self.chunks) * ring
-        for i, c in enumerate(self.chunks):
-            p = np.arange(c.start, c.end)[:, None] - np.arange(depth + 1)
-            old = i * ring + p % ring
-            new = size + self.offsets[i] + (p - c.start)
-            source.append(np.where(p < 0, -1, np.where(p < c.start, old, new)))
-            last = np.arange(max(c.start, c.end - ring), c.end)
-            rows.append(self.offsets[i] + last - c.start)
-            places.append(c.slot * ring + last % ring)
+        rows, slots = self._step.rows[0], self._step.slots
+        of, depth = rows.of.unsqueeze(1), ring - self.pools.rollback
+        p = rows.positions.unsqueeze(1) - self._arange(depth + 1)
+        new = len(slots) * ring + rows.row(of, p)
+        source = torch.where(p < rows.starts[of], of * ring + p % ring, new)
         pad = mapped.new_full((1,), self.pools.mapped_pad)
-        pool = torch.cat((history[self._slots].flatten(), mapped, pad))
-        ngrams = pool[self._tensor(np.concatenate(source))]
-        history.view(-1)[self._tensor(np.concatenate(places))] = mapped[
-            self._tensor(np.concatenate(rows))
-        ]
+        pool = torch.cat((history[slots].flatten(), mapped, pad))
+        ngrams = pool[torch.where(p < 0, -1, source)]
+        kept, places = self._step.history()
+        history.view(-1)[places] = mapped[kept]
         return ngrams
 
     # compressed entries
 
     def _groups(self, ratio: int) -> _Groups:
-        rollback = self.pools.rollback
-        ring = ratio - 1 + rollback if ratio > 1 else 0  # a group of one row is never open
+        rows, slots = self._step.rows[0], self._step.slots
+        ring = ratio - 1 + self.pools.rollback if ratio > 1 else 0  # a group of one is never open
         per_page = self.pools.page_tokens // ratio
-        size = len(self.chunks) * ring
-        closed, first, entry, rows, slots, places = [], [], [], [], [], []
-        for i, c in enumerate(self.chunks):
-            # A replayed row closes no group: the entries before `cached` are there.
-            known = c.start if c.replay is None else max(c.start, c.replay.cached)
-            j = np.arange(min(known, c.end) // ratio, c.end // ratio)
-            p = j[:, None] * ratio + np.arange(ratio)
-            new = size + self.offsets[i] + (p - c.start)
-            closed.append(np.where(p < c.start, i * ring + p % max(1, ring), new))
-            first.append(j * ratio)
-            pages = np.asarray(c.pages, dtype=np.int64)
-            entry.append(pages[j // per_page] * per_page + j % per_page)
-            still = np.arange(max(c.start, (c.end - rollback) // ratio * ratio), c.end)
-            rows.append(self.offsets[i] + still - c.start)
-            slots.append(np.full_like(still, c.slot))
-            places.append(still % max(1, ring))
-        joined = [np.concatenate(x) for x in (closed, first, entry, rows, slots, places)]
-        return _Groups(*(self._tensor(x) for x in joined))
+        of, last = self._step.groups(ratio)
+        number = last // ratio
+        # Where a live row ends no group it stands for its missing members.
+        member = number.unsqueeze(1) * ratio + self._arange(ratio)
+        member = torch.minimum(member, last.unsqueeze(1))
+        old = of.unsqueeze(1) * ring + member % max(1, ring)
+        new = len(slots) * ring + rows.row(of.unsqueeze(1), member)
+        page = self._step.pages[of, last // self.pools.page_tokens]
+        page = torch.where((last + 1) % ratio == 0, page, self.pools.pages)
+        still = self._step.open(ratio)
+        return _Groups(
+            closed=torch.where(member < rows.starts[of].unsqueeze(1), old, new),
+            first=number * ratio,
+            entry=page * per_page + number % per_page,
+            open_rows=rows.row(still.of, still.positions),
+            open_slots=slots[still.of],
+            open_places=still.positions % max(1, ring),
+        )
 
     def close_groups(
         self, layer: LayerSpec, v: torch.Tensor, z: torch.Tensor | None
@@ -250,7 +212,7 @@ class StepMemory:
             return closed, None, groups.first
         state = self.pools.open[layer.index]
         both = torch.stack((v, z))
-        known = torch.cat((state[:, self._slots].flatten(1, 2), both), 1)
+        known = torch.cat((state[:, self._step.slots].flatten(1, 2), both), 1)
         state[:, groups.open_slots, groups.open_places] = both[:, groups.open_rows]
         closed = known[:, groups.closed]
         return closed[0], closed[1], groups.first
@@ -262,52 +224,70 @@ class StepMemory:
 
     # selection
 
-    def _batches(self, half: _Half, ratio: int) -> list[_Batch]:
-        per_page = self.pools.page_tokens // ratio
-        by_count: dict[int, list[int]] = {}
-        for i, count in enumerate(half.counts):
-            if count:
-                by_count.setdefault(count, []).append(i)
+    def _batched(self, half: int, ratio: int) -> list[_Batch]:
+        """Batches of the rows of a half: live requests together, then chunks of equal length."""
+        rows, live, chunks = self._step.rows[half], self._step.live, self._step.chunks
         batches = []
-        for count, members in by_count.items():
-            chunks = [self.chunks[i] for i in members]
-            n = max(c.end // ratio for c in chunks)
-            table = np.zeros((len(chunks), n), dtype=np.int64)
-            for row, c in zip(table, chunks, strict=True):
-                j = np.arange(c.end // ratio)
-                pages = np.asarray(c.pages, dtype=np.int64)
-                row[: j.size] = pages[j // per_page] * per_page + j % per_page
-            starts = np.array([half.starts[i] for i in members])[:, None]
-            rows = half.offsets[members][:, None] + np.arange(count)
-            visible = (starts + np.arange(count) + 1) // ratio
-            whole = self._tensor(table)
-            most = _SCORES if self.device.type == "cpu" else _DEVICE_SCORES
-            step = max(1, most // max(1, n * len(chunks)))
-            for t in range(0, count, step):
-                batches.append(
-                    _Batch(
-                        self._tensor(rows[:, t : t + step]),
-                        self._tensor(visible[:, t : t + step]),
-                        whole[:, : visible[:, t : t + step].max()],
-                        whole,
-                    )
-                )
+        if live is not None:
+            cells = live.of * live.most + live.positions - live.starts[live.of]
+            places = live.of.new_full((len(live.slots) * live.most,), len(rows.of))
+            places[cells] = self._arange(len(live.of))
+            places = places.view(-1, live.most)
+            visible = (live.starts.unsqueeze(1) + 1 + self._arange(live.most)) // ratio
+            visible = torch.where(places < len(rows.of), visible, 0)
+            most = [live.longest // ratio] * live.most
+            batches += self._cut(half, ratio, places, visible, live.pages, most)
+        first = 0 if live is None else len(live.slots)
+        for (of, count), alike in chunks.alike.items() if chunks else ():
+            if of != half:
+                continue
+            members = alike + first
+            steps = self._arange(count)
+            places = rows.offsets[members].unsqueeze(1) + steps
+            visible = (rows.starts[members].unsqueeze(1) + 1 + steps) // ratio
+            starts = chunks.starts[half][chunks.counts[half] == count]
+            most = ((starts.max() + 1 + np.arange(count)) // ratio).tolist()
+            pages = self._step.pages[members]
+            batches += self._cut(half, ratio, places, visible, pages, most)
         return batches
+
+    def _cut(
+        self,
+        half: int,
+        ratio: int,
+        places: torch.Tensor,
+        visible: torch.Tensor,
+        pages: torch.Tensor,
+        most: Sequence[int],
+    ) -> list[_Batch]:
+        """Batches of so many rows that their scores are not too much at once.
+
+        places, visible [R, T]; pages [R, P]; most: the most entries that any row of each column
+        may see.
+        """
+        per_page = self.pools.page_tokens // ratio
+        entry = self._arange(most[-1])
+        whole = pages[:, entry // per_page] * per_page + entry % per_page
+        rows = places.clamp_max(len(self._step.rows[half].of) - 1)
+        scores = _SCORES if self.device.type == "cpu" else _DEVICE_SCORES
+        step = max(1, scores // max(1, whole.numel()))
+        cuts = [slice(t, t + step) for t in range(0, len(most), step)]
+        return [
+            _Batch(rows[:, t], places[:, t], visible[:, t], whole[:, : most[t][-1]], whole)
+            for t in cuts
+        ]
 
     def select(self, layer: LayerSpec, q: torch.Tensor, weights: torch.Tensor) -> None:
         config = self.config
-        half = self._halves[self._of(layer)]
-        if layer.ratio not in half.batches:
-            half.batches[layer.ratio] = self._batches(half, layer.ratio)
-        chosen = self.positions.new_full((q.shape[0], config.index_topk), -1)
-        self._chosen[layer.index] = chosen
+        chosen = self.positions.new_full((q.shape[0] + 1, config.index_topk), -1)
+        self._chosen[layer.index] = chosen[:-1]
         if layer.candidate_source:
             self._candidates = []
         assert layer.kv_source is not None, "an index source has a KV source"
         records = self.pools.index[layer.kv_source]
         limit = config.candidate_topk_blocks * config.candidate_block_size
         whole = keys = None
-        for number, batch in enumerate(half.batches[layer.ratio]):
+        for number, batch in enumerate(self._batches[self._half(layer), layer.ratio]):
             blocks = self._candidates[number] if layer.uses_candidates else None
             if blocks is not None and batch.table.shape[1] > limit:
                 best = self._select_within(batch, blocks, records, q, weights)
@@ -316,7 +296,7 @@ class StepMemory:
                     whole = batch.whole
                     keys = self.pools.formats.index.decode(records[whole])
                 best = self._select(layer, batch, blocks, keys, q, weights)
-            chosen[batch.rows] = best
+            chosen[batch.places] = best
 
     def _select(
         self,

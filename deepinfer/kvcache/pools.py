@@ -72,7 +72,8 @@ class Pools:
     j // (page_tokens / r) of its request, the same page number in every source's pool. A window
     page holds the rows of page_tokens positions of each of the first ``stateful`` layers. A request
     may go on up to ``rollback`` positions before the end of its last chunk: everything keeps so
-    many rows more.
+    many rows more. Behind the last page (number ``pages``) and the last window page
+    (``window_pages``) is one more, scratch: it takes what belongs nowhere.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class Pools:
         self.formats = Formats.of(config)
         self.rollback = rollback
         self.ring = config.sliding_window + rollback
-        self.page_tokens = page_tokens
+        self.page_tokens, self.pages, self.window_pages = page_tokens, pages, window_pages
         self.mapped_pad = mapped_pad
         self._ratios = ratios = {i: config.compress_ratios[i] for i in config.kv_source_layer_ids}
 
@@ -107,13 +108,15 @@ class Pools:
         ]
         self.drafts = [records(self.formats.window, slots * self.ring) for _ in range(stages)]
         self.entries = {
-            i: records(self.formats.entry, pages * page_tokens // r) for i, r in ratios.items()
+            i: records(self.formats.entry, (pages + 1) * page_tokens // r)
+            for i, r in ratios.items()
         }
         self.index = {
-            i: records(self.formats.index, pages * page_tokens // r) for i, r in ratios.items()
+            i: records(self.formats.index, (pages + 1) * page_tokens // r)
+            for i, r in ratios.items()
         }
         self.snapshots = [
-            records(self.formats.window, window_pages * page_tokens) for _ in range(stateful)
+            records(self.formats.window, (window_pages + 1) * page_tokens) for _ in range(stateful)
         ]
         # Rows of the open group, rings by position: (v, z) float32 [slots, r - 1 + rollback, D].
         self.open = {
@@ -125,10 +128,10 @@ class Pools:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pools, pages of window rows included."""
-        paged = [*self.entries.values(), *self.index.values(), *self.snapshots]
+        """Bytes of all pools, pages of window rows included, scratch pages not."""
         fixed = [*self.windows, *self.drafts, *self.open.values(), self.history]
-        return sum(t.nbytes for t in (*paged, *fixed))
+        paged = [part[:-1] for kind in ("entries", "windows") for part in self._paged(kind)]
+        return sum(t.nbytes for t in (*fixed, *paged))
 
     def restore(
         self, slot: int, start: int, pages: Sequence[int], history: torch.Tensor | None

@@ -198,7 +198,7 @@ class PrefixCache:
         names, size = sequence.names, self._size
         for i in range(len(names), len(sequence.tokens) // size):
             before = names[-1] if names else self.reuse.identity
-            page = array("q", sequence.tokens[i * size : (i + 1) * size])
+            page = array("I", sequence.tokens[i * size : (i + 1) * size])
             names.append(hashlib.blake2b(before + page.tobytes(), digest_size=32).digest())
 
     # a request runs
@@ -226,7 +226,6 @@ class PrefixCache:
 
     def advance(self, sequence: Sequence, end: int) -> None:
         """The state of all tokens before `end` is in memory: let others find its whole pages."""
-        sequence.computed = end
         self._return_windows(sequence)
         if not self.reuse.enabled:
             return

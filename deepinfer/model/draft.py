@@ -7,7 +7,7 @@ know rings, sampling, acceptance or calibration.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -128,8 +128,8 @@ class DraftBlock:
     base: torch.Tensor
 
     @torch.inference_mode()
-    def slot(self, i: int, tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits float32 [R, V] of draft i (0 is the first), given the R tokens before it, and the
-        raw confidence float32 [R] that it will be accepted."""
-        e = self.draft.markov(torch.tensor(tokens, device=self.x.device))
+    def slot(self, i: int, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits float32 [R, V] of draft i (0 is the first), given the tokens int64 [R] before it,
+        and the raw confidence float32 [R] that it will be accepted."""
+        e = self.draft.markov(tokens)
         return self.base[:, i] + self.draft.bias(e), self.draft.confidence(self.x[:, i], e)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -92,15 +92,31 @@ def gumbel(stream: int, count: int) -> np.ndarray:
     return _gumbel(fraction, np.int64, np.float64, lambda x: x.astype(np.float64))
 
 
-def gumbel_rows(streams: Iterable[int], count: int, device: torch.device | str) -> torch.Tensor:
-    """One row of noise per stream, float64 [streams, count] on `device`."""
+def keys(
+    seeds: torch.Tensor, positions: torch.Tensor, purpose: int | torch.Tensor = TARGET
+) -> torch.Tensor:
+    """`key` of many streams: int64 [rows], the 64 bits as a signed number.
+
+    seeds: int64 [rows], the bits of the seed (`signed`); positions: int64 [rows]; purpose: of all,
+    or int64 [rows].
+    """
+    return _mixed(_mixed(_mixed(seeds + signed(G)) ^ purpose) + signed(G) * (positions + 1))
+
+
+def uniform_rows(
+    seeds: torch.Tensor, positions: torch.Tensor, purpose: int | torch.Tensor
+) -> torch.Tensor:
+    """`uniform` of many streams, float64 [rows]."""
+    word = _mixed(keys(seeds, positions, purpose) + signed(G))
+    return (_shifted(word, 12).double() + 0.5) * 2.0**-52
+
+
+def gumbel_rows(keys: torch.Tensor, count: int) -> torch.Tensor:
+    """One row of noise per stream, float64 [streams, count], on the device of `keys`."""
     import torch
 
-    keys = torch.tensor([_signed(stream) for stream in streams], dtype=torch.int64, device=device)
-    x = keys[:, None] + _counters(count, str(device))
-    x = (x ^ _shifted(x, 30)) * _signed(_M1)
-    x = (x ^ _shifted(x, 27)) * _signed(_M2)
-    fraction = _shifted(x ^ _shifted(x, 31), 12).to(torch.float64)
+    words = _mixed(keys[:, None] + _counters(count, str(keys.device)))
+    fraction = _shifted(words, 12).to(torch.float64)
     return _gumbel(fraction, torch.int64, torch.float64, lambda x: x.to(torch.float64))
 
 
@@ -108,12 +124,19 @@ def gumbel_rows(streams: Iterable[int], count: int, device: torch.device | str) 
 def _counters(count: int, device: str) -> torch.Tensor:
     import torch
 
-    return torch.arange(1, count + 1, dtype=torch.int64, device=device) * _signed(G)
+    return torch.arange(1, count + 1, dtype=torch.int64, device=device) * signed(G)
 
 
-def _signed(word: int) -> int:
+def signed(word: int) -> int:
     """The same 64 bits as a signed number: torch multiplies int64 modulo 2^64."""
     return word - (1 << 64) if word >> 63 else word
+
+
+def _mixed(x: torch.Tensor) -> torch.Tensor:
+    """`mix` of int64 words."""
+    x = (x ^ _shifted(x, 30)) * signed(_M1)
+    x = (x ^ _shifted(x, 27)) * signed(_M2)
+    return x ^ _shifted(x, 31)
 
 
 def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:

@@ -1,11 +1,11 @@
 """From logits to token ids: arg-max or Gumbel-max, and log-probabilities.
 
-Rows of logits and their `Row` come in, a token id per row goes out, or None where the numbers are
+Rows of logits and their `Rows` come in, a token id per row goes out, or -1 where the numbers are
 broken. It must not know requests, text or steps; the noise is `sampling.rng`'s.
 
 The drawn token is ``argmax_v(x_v + g(seed, position, v))`` over the processed logits x: exactly
 softmax(x) distributed, and the same for every drafter and every batch (serving semantics §4,
-coupled verification).
+coupled verification). Choosing never waits for the device.
 """
 
 from __future__ import annotations
@@ -16,43 +16,51 @@ import torch
 
 from deepinfer.core.request import TokenLogprob
 from deepinfer.sampling import rng
-from deepinfer.sampling.logits import Row, log_normaliser, process
+from deepinfer.sampling.logits import Rows, log_normaliser, process
 
 _BLOCK = 1 << 18  # elements worked on at once: float64 temporaries that stay in a cache
+_BLOCK_DEVICE = 1 << 22  # where starting work costs more than its temporaries
 
 
-def sample(logits: torch.Tensor, rows: Sequence[Row]) -> list[int | None]:
-    """One id per row of float32 logits [rows, vocab]; None if not finite, or nothing is left."""
-    fine = torch.isfinite(logits).all(dim=-1).tolist()
-    ids: list[int | None] = [None] * len(rows)
-    greedy = [at for at, row in enumerate(rows) if fine[at] and row.plain]
-    if greedy:
-        part = logits if len(greedy) == len(rows) else logits[greedy]
+def sample(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """One id per row of float32 logits [rows, vocab], int64 [rows]; -1 if the row is not finite, or
+    nothing is left to choose."""
+    if not rows.drawn and not rows.changed:
         # torch promises the first of equal maxima, hence the lowest id
-        for at, token in zip(greedy, part.argmax(dim=-1).tolist(), strict=True):
-            ids[at] = token
-    others = [at for at, row in enumerate(rows) if fine[at] and not row.plain]
-    size = max(1, _BLOCK // logits.shape[-1])
-    for first in range(0, len(others), size):
-        block = others[first : first + size]
-        for at, token in zip(
-            block, _choose(logits[block], [rows[at] for at in block]), strict=True
-        ):
-            ids[at] = token
+        fine = torch.isfinite(logits).all(dim=-1)
+        return logits.argmax(dim=-1).masked_fill(~fine, -1)
+    ids = torch.empty_like(rows.position)
+    for block in blocks(logits):
+        some = rows.at(block)
+        x, fine = scores(logits[block], some)
+        ids[block] = choose(x, some).masked_fill(~fine, -1)
     return ids
 
 
-def _choose(logits: torch.Tensor, rows: Sequence[Row]) -> list[int | None]:
-    """Process and choose; rows are finite, not all plain."""
-    x = process(logits, rows)
-    drawn = [at for at, row in enumerate(rows) if row.params.temperature > 0]
-    if drawn:
-        streams = [rng.key(rows[at].seed, rows[at].position) for at in drawn]
-        x[drawn] += rng.gumbel_rows(streams, x.shape[-1], x.device)
-    best, ids = x.max(dim=-1)[0].tolist(), x.argmax(dim=-1).tolist()
-    return [
-        token if score > float("-inf") else None for token, score in zip(ids, best, strict=True)
-    ]
+def blocks(logits: torch.Tensor) -> list[slice]:
+    """The rows of logits [rows, vocab] in parts that bound the float64 temporaries."""
+    count, vocab = logits.shape
+    size = max(1, (_BLOCK if logits.device.type == "cpu" else _BLOCK_DEVICE) // vocab)
+    return [slice(first, first + size) for first in range(0, count, size)]
+
+
+def scores(logits: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+    """Processed logits float64 [rows, vocab], and which rows can be chosen from, bool [rows].
+
+    The others, not finite or with everything forbidden, are 0.
+    """
+    fine = torch.isfinite(logits).all(dim=-1)
+    x = process(logits.masked_fill(~fine[:, None], 0.0), rows)
+    fine = fine & (x.amax(dim=-1) > float("-inf"))
+    return x.masked_fill(~fine[:, None], 0.0), fine
+
+
+def choose(x: torch.Tensor, rows: Rows, purpose: int | torch.Tensor = rng.TARGET) -> torch.Tensor:
+    """Ids int64 [rows] from `scores` x [rows, vocab], with the noise of that purpose."""
+    if rows.drawn:
+        noise = rng.gumbel_rows(rows.keys(purpose), x.shape[-1])
+        x = x + noise.masked_fill(~rows.warm[:, None], 0.0)
+    return x.argmax(dim=-1)
 
 
 def logprobs(

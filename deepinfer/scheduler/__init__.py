@@ -1,5 +1,5 @@
 """Decides who runs in the next step. Pure planning: nothing in this package imports torch."""
 
-from deepinfer.scheduler.policy import Policy, Step
+from deepinfer.scheduler.policy import Policy, Step, Verify, as_many
 
-__all__ = ["Policy", "Step"]
+__all__ = ["Policy", "Step", "Verify", "as_many"]

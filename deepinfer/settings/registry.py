@@ -136,7 +136,6 @@ _USED = (
     Setting(
         "overlap", "DEEPINFER_ZERO_OVERHEAD_SCHEDULING", "--overlap", kinds.boolean, True,
         "Plan the next step while this one runs", "Device", advanced=True, official=True,
-        note="is not in this version: steps are planned one after the other", inert=(False,),
     ),
     Setting(
         "backend", "DEEPINFER_OP_BACKEND", "--backend", kinds.backends, {},

@@ -56,18 +56,26 @@ class Counts:
     discarded: int = 0
     committed: int = 0
 
-    def add(
-        self, drafted: int, verified: int, verdict: Verdict, committed: int, ended: bool
-    ) -> None:
-        """Count a step; committed: how many of `verdict.tokens` were delivered; ended: the last of
-        them ended the answer."""
-        delivered = min(verdict.accepted, committed)
+    def add(self, drafted: int, verified: int, accepted: int, committed: int, ended: bool) -> None:
+        """Count a step; accepted: drafts that stand; committed: tokens that were delivered; ended:
+        the last of them ended the answer."""
+        delivered = min(accepted, committed)
         self.steps += 1
         self.drafted += drafted
         self.verified += verified
         self.accepted += delivered
-        if ended and committed <= verdict.accepted:  # with a draft
+        if ended and committed <= accepted:  # with a draft
             self.discarded += drafted - committed
+        self.committed += committed
+
+    def add_all(
+        self, steps: int, drafted: int, verified: int, accepted: int, committed: int
+    ) -> None:
+        """Count steps of which none ended the answer, by their sums."""
+        self.steps += steps
+        self.drafted += drafted
+        self.verified += verified
+        self.accepted += accepted
         self.committed += committed
 
     @property

@@ -55,18 +55,23 @@ class Choice:
 def reschedule(steps: Sequence[TraceStep], curve: Curve) -> list[Choice]:
     """The choices of `Schedule` for the steps of a trace, one per step with drafts.
 
-    What a step verifies was drafted in the step before it, so that is when it was learned.
+    What a step verifies was drafted in the step before it, so that is when it was learned. Live, a
+    request that has just ended is still reckoned with for a step; here nobody knows of it.
     """
     schedule = Schedule(curve.time, curve.knows)
+    length = max((len(step.draft_ids) for step in steps), default=0)
     out = []
-    for number, together in groupby(sorted(steps, key=lambda s: s.step), key=lambda s: s.step):
-        drafted = sorted((s for s in together if s.draft_ids), key=lambda s: s.seq)
+    for number, at_once in groupby(sorted(steps, key=lambda s: s.step), key=lambda s: s.step):
+        together = sorted(at_once, key=lambda s: s.seq)
+        drafted = [step for step in together if step.draft_ids]
         if not drafted:
             continue
         requests = drafted[0].requests
         values = [step.survival for step in drafted]
-        schedule.learn(number - 1, {step.seq: step.survival for step in drafted})
-        counts = {step.seq: len(step.draft_ids) for step in drafted}
+        schedule.learn(
+            number - 1, {step.seq: (*step.survival, *(0.0,) * length) for step in together}
+        )
+        counts = {step.seq: length for step in together}
         budget = schedule.budget(number, counts, curve.noise, drafted[0].limit)
         shares = [
             min(share, step.useful)

@@ -18,7 +18,7 @@ from operator import itemgetter
 Time = Callable[[int, int], float]
 """Seconds of a step by its rows and its requests."""
 
-_CLAMP = 60.0
+CLAMP = 60.0
 _AGE = 2  # steps between the confidences that make a budget and the step it is for
 _BLOCKS = 24  # blocks of drafts that a budget rests on, at least
 
@@ -46,7 +46,7 @@ def confidences(logits: Sequence[float], temperatures: Sequence[float]) -> list[
     out = []
     for logit, temperature in zip(logits, temperatures, strict=True):
         x = logit / temperature
-        out.append(x if math.isnan(x) else 1 / (1 + math.exp(-max(-_CLAMP, min(_CLAMP, x)))))
+        out.append(x if math.isnan(x) else 1 / (1 + math.exp(-max(-CLAMP, min(CLAMP, x)))))
     return out
 
 
@@ -140,7 +140,12 @@ class Schedule:
         noise: float = 0.0,
         limit: int | None = None,
     ) -> int:
-        """Extra rows of `step`, whose requests have so many drafts each.
+        """Extra rows of `step`, whose requests have so many drafts each."""
+        samples = self.samples(step, drafts)
+        return budget(samples, len(drafts), self.time, noise, limit, self.knows)
+
+    def samples(self, step: int, drafts: Mapping[Hashable, int]) -> list[list[float]]:
+        """What is known of the survivals of all these drafts, once for each old step that counts.
 
         Where a request drafted nothing in an old step, the next one that it drafted in stands in;
         where there is none, its drafts count as sure.
@@ -158,4 +163,9 @@ class Schedule:
                     for value in (*known.get(request, ()), *(1.0,) * count)[:count]
                 ]
             )
-        return budget(samples, len(drafts), self.time, noise, limit, self.knows)
+        return samples
+
+
+def gain(samples: Sequence[Sequence[float]], extra: int) -> float:
+    """Drafts expected to stand among the best `extra`: the mean over samples."""
+    return sum(sum(sorted(some, reverse=True)[:extra]) for some in samples) / len(samples)

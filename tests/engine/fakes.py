@@ -10,14 +10,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from deepinfer.core.step import Chunk, StepPlan
+from deepinfer.core.step import StepPlan
 from deepinfer.engine.assembly import Parts, Sizes
 from deepinfer.engine.engine import LLM
-from deepinfer.kvcache.draft import DraftRequest
+from deepinfer.kvcache.live import LiveRows
 from deepinfer.speculative.schedule import DraftRules
 from deepinfer.speculative.timing import StepTimes
 from deepinfer.tokenizer.tokenizer import Tokenizer, _byte_alphabet
@@ -42,16 +43,17 @@ class ScriptedRunner:
         self.page_tokens = page_tokens
         self.slots: dict[int, list[int]] = {}
         self.plans: list[StepPlan] = []
+        self.rows, self.scratch = 0, -1
         self.hook: Callable[[int, torch.Tensor], None] | None = None
 
-    def forward(self, plan: StepPlan) -> torch.Tensor:
+    def forward(self, plan: StepPlan, live: LiveRows | None = None) -> torch.Tensor:
         used: set[int] = set()
-        rows = []
+        rows = self._live(live, used) if live is not None else []
         for chunk in plan.chunks:
             if chunk.start == 0:
                 self.slots[chunk.slot] = []
             tokens = self.slots[chunk.slot]
-            self._roll_back(chunk)
+            self._roll_back(chunk.slot, chunk.start, len(chunk.token_ids))
             assert len(tokens) == chunk.start, "a chunk must continue its slot"
             assert len(chunk.pages) == -(-chunk.end // self.page_tokens), "pages cover the rows"
             assert not used & set(chunk.pages), "a page has one owner"
@@ -61,20 +63,46 @@ class ScriptedRunner:
             for end in range(chunk.end - chunk.logits + 1, chunk.end + 1):
                 rows.append(self.script(tuple(tokens[:end])))
         self.plans.append(plan)
+        self.rows += plan.rows
         width = len(rows[0]) if rows else 0
         logits = torch.tensor(np.array(rows, dtype=np.float32)).reshape(len(rows), width)
         if self.hook:
             self.hook(len(self.plans), logits)
         return logits
 
-    def _roll_back(self, chunk: Chunk) -> None:
-        assert not chunk.drafts, "drafts without a drafter"
+    def _live(self, live: LiveRows, used: set[int]) -> list[Sequence[float]]:
+        rows = []
+        ids, of = live.ids.tolist(), live.of.tolist()
+        for r, (slot, start, pages) in enumerate(
+            zip(live.slots.tolist(), live.starts.tolist(), live.pages.tolist(), strict=True)
+        ):
+            mine = [token for token, owner in zip(ids, of, strict=True) if owner == r]
+            assert 1 <= len(mine) <= live.most and min(mine) >= 0
+            own = pages[: start // self.page_tokens + 1]
+            assert len(set(own)) == start // self.page_tokens + 1, "pages cover the newest token"
+            own = [page for page in own if page != self.scratch]  # of one that has ended
+            assert not used & set(own), "a page has one owner"
+            used |= set(own)
+            self._roll_back(slot, start, len(mine))
+            tokens = self.slots[slot]
+            assert len(tokens) == start, "a row must continue its slot"
+            for token in mine:
+                tokens.append(token)
+                rows.append(self.script(tuple(tokens)))
+        return rows
+
+    def _roll_back(self, slot: int, start: int, rows: int) -> None:
+        """Rows of a slot begin here: at its end, but for one that has ended without a token, which
+        stays where it was for a step."""
+        tokens = self.slots[slot]
+        assert len(tokens) - start <= 1
+        del tokens[start:]
 
 
 class ScriptedPair(ScriptedRunner):
     """The same with a drafter, `draft(prefix, i)`, whose block is as long as `block` says.
 
-    A chunk may begin before the end of its slot, but only among the drafts of the last one.
+    Rows may begin before the end of their slot, but only among the drafts of the last ones.
     `blocks` records the (requests, slots asked for) of each draft pass.
     """
 
@@ -86,39 +114,65 @@ class ScriptedPair(ScriptedRunner):
         self.certain: dict[int, int] = {}
         self.blocks: list[ScriptedBlock] = []
 
-    def _roll_back(self, chunk: Chunk) -> None:
-        tokens = self.slots[chunk.slot]
-        if chunk.start:
-            assert self.certain[chunk.slot] <= chunk.start, "what is certain was taken back"
-        assert len(tokens) - chunk.start <= self.block, "longer than a block"
-        assert 0 <= chunk.drafts <= self.block and chunk.certain > chunk.start
-        assert not chunk.drafts or chunk.logits == len(chunk.token_ids), "a row for each draft"
-        del tokens[chunk.start :]
-        self.certain[chunk.slot] = chunk.certain
+    def _roll_back(self, slot: int, start: int, rows: int) -> None:
+        tokens = self.slots[slot]
+        if start:
+            # One that has ended without a token stays where it was for a step.
+            assert self.certain[slot] - 1 <= start, "what is certain was taken back"
+        assert len(tokens) - start <= self.block, "longer than a block"
+        del tokens[start:]
+        self.certain[slot] = start + 1
 
-    def draft_block(self, requests: Sequence[DraftRequest]) -> ScriptedBlock:
-        block = ScriptedBlock(self, requests)
+    def draft_block(
+        self,
+        slots: torch.Tensor,
+        anchors: torch.Tensor,
+        last: torch.Tensor,
+        first: torch.Tensor,
+    ) -> ScriptedBlock:
+        block = ScriptedBlock(self, *(x.tolist() for x in (slots, anchors, last, first)))
         self.blocks.append(block)
         return block
 
 
-class ScriptedBlock:
-    def __init__(self, pair: ScriptedPair, requests: Sequence[DraftRequest]) -> None:
-        assert len({request.slot for request in requests}) == len(requests)
-        self.pair, self.requests, self.slots = pair, tuple(requests), 0
-        self.prefixes = []
-        for request in requests:
-            tokens = pair.slots[request.slot]
-            assert 0 <= request.first <= request.last + 1 <= len(tokens), "context must be there"
-            assert pair.certain[request.slot] <= request.last + 1
-            self.prefixes.append((*tokens[: request.last + 1], request.anchor))
+class DraftRequest(NamedTuple):
+    slot: int
+    anchor: int
+    last: int
+    first: int
 
-    def slot(self, i: int, tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+
+def requests_of(*asked: torch.Tensor) -> list[DraftRequest]:
+    """What a draft pass is asked for, request by request."""
+    return [DraftRequest(*one) for one in zip(*(x.tolist() for x in asked), strict=True)]
+
+
+class ScriptedBlock:
+    def __init__(
+        self,
+        pair: ScriptedPair,
+        slots: list[int],
+        anchors: list[int],
+        last: list[int],
+        first: list[int],
+    ) -> None:
+        assert len(set(slots)) == len(slots)
+        self.pair, self.requests, self.slots = pair, len(slots), 0
+        self.prefixes = []
+        for slot, anchor, newest, oldest in zip(slots, anchors, last, first, strict=True):
+            tokens = pair.slots[slot]
+            assert 0 <= oldest <= newest + 1 <= len(tokens), "context must be there"
+            # One that got no token, since it ended a step before, stays where it was.
+            assert pair.certain[slot] <= newest + 2
+            self.prefixes.append((*tokens[: newest + 1], anchor))
+
+    def slot(self, i: int, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         assert i == self.slots < self.pair.block, "slot after slot"
         self.slots += 1
+        newest = tokens.tolist()
         if i:
-            self.prefixes = [(*p, token) for p, token in zip(self.prefixes, tokens, strict=True)]
-        assert [prefix[-1] for prefix in self.prefixes] == list(tokens)
+            self.prefixes = [(*p, token) for p, token in zip(self.prefixes, newest, strict=True)]
+        assert [prefix[-1] for prefix in self.prefixes] == newest
         rows, raw = zip(*(self.pair.draft(prefix, i) for prefix in self.prefixes), strict=True)
         return torch.tensor(np.array(rows, dtype=np.float32)), torch.tensor(raw)
 
@@ -193,6 +247,7 @@ def engine(
     draft: DraftScript | None = None,
     rules: DraftRules | None = None,
     times: StepTimes | None = None,
+    overlap: bool = False,
     **more: object,
 ) -> LLM:
     """An engine around a script; `engine(...).parts.runner` is the ScriptedRunner.
@@ -203,6 +258,7 @@ def engine(
     if draft is not None:
         runner = ScriptedPair(script, draft, page_tokens)
         rules = rules or DraftRules(length=5)
+    runner.scratch = pages
     parts = Parts(
         runner=runner,
         tokenizer=tokenizer,
@@ -211,19 +267,24 @@ def engine(
         sizes=Sizes(slots, pages, page_tokens, max_model_len, max_rows, chunk),
         drafting=rules,
         times=times or StepTimes(),
+        overlap=overlap,
     )
     return LLM.from_parts(parts, **more)
 
 
 def idle(llm: LLM) -> bool:
     """Has everything come back: pages, window pages, slots, sequences, drafts?"""
-    policy, windows, drafter = llm._policy, llm._prefix.windows, llm._drafter
+    policy, windows, planner = llm._policy, llm._prefix.windows, llm._planner
     return (
         policy.blocks.free == policy.blocks.total
         and windows.free == windows.total
         and policy.slots_in_use == 0
         and not policy.running
         and not policy.waiting
-        and not llm._running
-        and (drafter is None or not (drafter._held or drafter._judged or drafter._scores))
+        and not policy.batch.members
+        and not policy.preempted
+        and not (llm._running or llm._flight or llm._landed or llm._leaving)
+        and not any(llm._kinds.values())
+        and llm._device._held is None
+        and (planner is None or not planner._chosen)
     )

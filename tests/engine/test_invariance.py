@@ -46,6 +46,13 @@ def test_the_matrix_on_t6(checked, speculation):
     assert (report.accepted > 0) == (speculation != "off")
 
 
+def test_runs_alone_do_not_write_into_what_a_cell_resumes_from(checked):
+    """Compositions share their pools."""
+    checked._alone.clear()
+    report = checked.run([Cell(3, hit=True), Cell(8, "reversed", hit=True)])
+    assert report.invariant and report.resumed > 0, report.failures[0]
+
+
 def test_samples_cover_pairs_of_values():
     matrix = Matrix((1, 2, 7, 64))
     whole = matrix.cells()

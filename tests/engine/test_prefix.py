@@ -163,13 +163,13 @@ def test_a_half_written_page_is_never_shared(folder):
         calls = 0
         forward = llm.parts.runner.forward
 
-        def fails(plan):
+        def fails(*step):
             nonlocal calls
             calls += 1
             if calls == 4:
-                forward(plan)
+                forward(*step)
                 raise KeyboardInterrupt
-            return forward(plan)
+            return forward(*step)
 
         llm.parts.runner.forward = fails
         with pytest.raises(KeyboardInterrupt):

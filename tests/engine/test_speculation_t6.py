@@ -17,7 +17,7 @@ import torch
 from deepinfer import LLM, SamplingParams
 from deepinfer.errors import UsageError
 from tests import t6
-from tests.engine.fakes import idle
+from tests.engine.fakes import idle, requests_of
 from tests.t6 import prompt
 
 PAGE = t6.PAGE_TOKENS
@@ -45,10 +45,15 @@ class Oracle:
         self.real = llm.parts.runner.draft_block
         llm.parts.runner.draft_block = self
 
-    def __call__(self, requests):
-        self.block, self.requests = self.real(requests), requests
+    def __call__(self, *asked):
+        self.block, self.requests = self.real(*asked), requests_of(*asked)
+        requests = self.requests
         owners = {s.slot: s for s in self.llm._policy.running}
-        self.texts = [self.known[owners[r.slot].request.prompt_ids] for r in requests]
+        # One that has ended is drafted for once more.
+        self.texts = [
+            self.known[owners[r.slot].request.prompt_ids] if r.slot in owners else []
+            for r in requests
+        ]
         return self
 
     def slot(self, i, tokens):
@@ -74,7 +79,8 @@ def seen(result):
 def rules(llm: LLM, **changes) -> None:
     """Other rules for an engine that runs nothing."""
     assert idle(llm)
-    llm._drafter.rules = replace(llm._drafter.rules, **changes)
+    llm._planner.rules = llm._device._rules = replace(llm._planner.rules, **changes)
+    llm._policy._length = llm._planner.length
 
 
 @pytest.fixture(scope="module")
@@ -139,14 +145,21 @@ class Forced:
         self.rows: dict[int, list[torch.Tensor]] = {}
         self.drafted: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self.calls = 0
-        runner = llm.parts.runner
+        runner, self.device = llm.parts.runner, llm._device
         self.forward, self.draft_block = runner.forward, runner.draft_block
         runner.forward, runner.draft_block = self.ran, self.block
 
-    def ran(self, plan):
+    def ran(self, plan, live=None):
         self.before()
-        real = self.forward(plan)
+        real = self.forward(plan, live)
         out, at = torch.zeros_like(real), 0
+        may = self._may_stand(live)
+        for start, p, ids in live_rows(live):
+            if p + 1 < len(self.text):
+                out[at, self.text[p + 1]] = 1.0
+            if ids == self.text[start : p + 1] and p - start <= may[start]:  # not a void row
+                self.rows.setdefault(p, []).append(real[at])
+            at += 1
         for chunk in plan.chunks:
             for p in range(chunk.end - chunk.logits, chunk.end):
                 out[at, self.text[p + 1]] = 1.0
@@ -155,9 +168,22 @@ class Forced:
                 at += 1
         return out
 
-    def block(self, requests):
-        self.real, self.requests = self.draft_block(requests), requests
-        self.counts = [self.count(self.calls + r.slot) for r in requests]
+    def _may_stand(self, live):
+        """By a request's first position: how many of its drafts are verified."""
+        if live is None:
+            return {}
+        may = self.device.live.may_stand(live.slots)
+        if self.device._held is None or self.device._rules.threshold is not None:
+            may = may * 0
+        starts = live.starts.tolist()
+        found = dict(zip(starts, may.tolist(), strict=True))
+        for start, n in zip(starts, may.tolist(), strict=True):
+            found[start] = min(found[start], n)
+        return found
+
+    def block(self, *asked):
+        self.real, self.requests = self.draft_block(*asked), requests_of(*asked)
+        self.counts = [self.count(self.calls + r.slot) for r in self.requests]
         self.calls += 1
         return self
 
@@ -172,9 +198,30 @@ class Forced:
         return out, torch.zeros_like(confidence)
 
 
+def live_rows(live):
+    """(position of the first row of its request, its own, ids of the request up to it) of each
+    row of decoding requests."""
+    if live is None:
+        return
+    starts, ids = live.starts.tolist(), live.ids.tolist()
+    offsets = live.offsets.tolist()
+    for at, (r, p) in enumerate(zip(live.of.tolist(), live.positions.tolist(), strict=True)):
+        yield starts[r], p, ids[offsets[r] : at + 1]
+
+
+def in_memory(llm: LLM, sequence) -> int:
+    """Tokens of a decoding sequence whose state is in memory."""
+    return int(llm._device.live.length[sequence.slot]) - 1
+
+
+def decoding(llm: LLM):
+    """Sequences that go on behind their prompt."""
+    return [s for s in llm._running if s.slot is not None and s.generated]
+
+
 def state(llm: LLM, sequence) -> dict[str, torch.Tensor]:
     """Everything that decoding the next token reads, in the order of positions."""
-    runner, n, slot = llm.parts.runner, sequence.computed, sequence.slot
+    runner, n, slot = llm.parts.runner, in_memory(llm, sequence), sequence.slot
     pools, config = runner.pools, runner.config
     out = {}
     p = torch.arange(max(0, n - config.sliding_window), n)
@@ -202,8 +249,8 @@ def poison_all_but_the_state(llm: LLM) -> None:
     """NaN patterns over whatever plain decoding would not read: rings behind the rolled back end
     and before the window, entries of groups taken back, slots and pages of nobody."""
     runner = llm.parts.runner
-    pools, running = runner.pools, [s for s in llm._policy.running if s.computed]
-    kept = [(sequence, state(llm, sequence)) for sequence in running]
+    pools = runner.pools
+    kept = [(sequence, state(llm, sequence)) for sequence in decoding(llm)]
     pools.poison()
     pools.history.fill_(1 << 40)
     for sequence, held in kept:
@@ -211,7 +258,7 @@ def poison_all_but_the_state(llm: LLM) -> None:
 
 
 def put_back(llm: LLM, sequence, held) -> None:
-    runner, n, slot = llm.parts.runner, sequence.computed, sequence.slot
+    runner, n, slot = llm.parts.runner, in_memory(llm, sequence), sequence.slot
     pools, config = runner.pools, runner.config
     p = torch.arange(max(0, n - config.sliding_window), n)
     for name, rings in (("window", pools.windows), ("draft", pools.drafts)):
@@ -250,8 +297,8 @@ def test_di_25_and_09_state_after_partial_acceptance(tmp_path, kind, ratio, end)
         want = llm.logits(text[:end])
         slow = Forced(llm, text)
         for _ in llm.stream([text[:1]], greedy(max_tokens=end - 1)):
-            for sequence in llm._policy.running:
-                states[sequence.computed] = state(llm, sequence)
+            for sequence in decoding(llm):
+                states[in_memory(llm, sequence)] = state(llm, sequence)
     assert sorted(states) == list(range(1, end - 1))
     for p, [row] in slow.rows.items():
         assert torch.equal(row, want[p])
@@ -265,8 +312,8 @@ def test_di_25_and_09_state_after_partial_acceptance(tmp_path, kind, ratio, end)
         for delta in llm.stream([text[:n] for n in starts], asked):
             if delta.result:
                 results[delta.index + 1] = delta.result
-            for sequence in llm._policy.running:
-                n = sequence.computed
+            for sequence in decoding(llm):
+                n = in_memory(llm, sequence)
                 if lengths[sequence.prompt_tokens][-1:] != [n]:
                     lengths[sequence.prompt_tokens].append(n)
                     for name, value in state(llm, sequence).items():
@@ -299,7 +346,7 @@ def test_di_05_memory_of_a_long_answer(tmp_path):
         policy, held = llm._policy, llm._prefix.windows
         for delta in llm.stream([text[:9]], greedy(max_tokens=300)):
             result = delta.result
-            for sequence in policy.running:
+            for sequence in decoding(llm):
                 if sequence.generated > 100:
                     slots.append(policy.slots_in_use)
                     windows.append(held.total - held.free)
@@ -310,7 +357,7 @@ def test_di_05_memory_of_a_long_answer(tmp_path):
         assert result.token_ids == tuple(text[9:309])
         assert result.speculation["steps"] == 50
         assert idle(llm) and len(sizes) == 1
-    assert set(slots) == {1} and max(windows) <= 2
+    assert set(slots) == {1} and max(windows) <= 3
     assert all(torch.equal(row, want[p]) for p, [row] in forced.rows.items())
     assert set(forced.rows) >= set(range(8, 308))
 
@@ -329,7 +376,7 @@ def test_di_19_seeds(floats, verify):
         [alone] = llm.generate([ids], mine)
         first = llm.generate([ids, *others], [mine, free, free, free])[0]
         last = llm.generate([*others, ids], [free, free, free, mine])[-1]
-        assert llm._drafter._step > 12
+        assert llm._policy.planned > 12
         assert alone.token_ids == first.token_ids == last.token_ids
         other, one, two = llm.generate([ids] * 3, [replace(mine, seed=8), free, free])
         assert other.token_ids != alone.token_ids and one.token_ids != two.token_ids
@@ -516,7 +563,7 @@ def test_step_times_are_kept_in_a_folder(tmp_path):
         with LLM(folder, on_warning=lines.append, **sizes) as llm:
             start = {n: len(some) for n, some in llm.parts.times.target.samples.items()}
             llm.generate([prompt(5)], greedy(max_tokens=4))
-            assert llm._drafter.times is llm.parts.times
+            assert llm._planner.times is llm.parts.times
             return start
 
     assert run() == {}
@@ -547,9 +594,17 @@ def test_nan_from_the_target_under_speculation(folder, truth, texts):
         victims = {tuple(texts[1]): len(texts[1]) + 5}
         hurt = []
 
-        def hooked(plan):
-            logits, at = forward(plan).clone(), 0
+        def hooked(plan, live=None):
+            logits, at = forward(plan, live).clone(), 0
             owners = {s.slot: s for s in llm._policy.running}
+            slots = live.slots[live.of].tolist() if live is not None else []
+            for slot, (start, p, given) in zip(slots, live_rows(live), strict=True):
+                ids = owners[slot].request.prompt_ids
+                right = given == texts_of[ids][start : p + 1]
+                if not right or p >= victims.get(ids, 1 << 30):
+                    logits[at] = math.nan
+                    hurt.append(right)
+                at += 1
             for chunk in plan.chunks:
                 ids = owners[chunk.slot].request.prompt_ids
                 text = texts_of[ids]

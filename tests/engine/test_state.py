@@ -18,14 +18,17 @@ def params(**more) -> SamplingParams:
     return SamplingParams(**{"temperature": 0, "max_tokens": 8, "ignore_eos": True, **more})
 
 
-def poison_what_nobody_owns(llm: LLM) -> int:
-    """NaN patterns in free pages, in free slots, and in what the owners have not written yet.
+def poison_what_nobody_owns(llm: LLM, plan, live) -> int:
+    """NaN patterns in free pages, in free slots, and in what the owners have not written yet, at
+    the start of a step.
 
     Returns how many records it overwrote.
     """
     pools, config = llm.parts.runner.pools, llm.parts.runner.config
-    running = llm._policy.running
-    lengths = {sequence.slot: sequence.computed for sequence in running}
+    lengths = {chunk.slot: chunk.start for chunk in plan.chunks}
+    if live is not None:
+        lengths |= dict(zip(live.slots.tolist(), live.starts.tolist(), strict=True))
+    running = [sequence for sequence in llm._policy.running if sequence.slot in lengths]
     count = 0
     for ring in pools.windows:
         kept = torch.zeros(len(ring), dtype=torch.bool)
@@ -40,7 +43,7 @@ def poison_what_nobody_owns(llm: LLM) -> int:
             per_page = pools.page_tokens // ratio
             kept = torch.zeros(len(records), dtype=torch.bool)
             for sequence in running:
-                for entry in range(sequence.computed // ratio):
+                for entry in range(lengths[sequence.slot] // ratio):
                     page = sequence.pages[entry // per_page]
                     kept[page * per_page + entry % per_page] = True
             records[~kept] = 0xFF
@@ -112,9 +115,9 @@ def test_nan_in_storage_that_nobody_owns(folder):
         runner.pools.poison()
         forward, poisoned = runner.forward, []
 
-        def after_poison(plan):
-            poisoned.append(poison_what_nobody_owns(llm))
-            return forward(plan)
+        def after_poison(plan, live=None):
+            poisoned.append(poison_what_nobody_owns(llm, plan, live))
+            return forward(plan, live)
 
         runner.forward = after_poison
         got = llm.generate(texts, asked)
@@ -136,15 +139,21 @@ def test_table_rows_after_a_preemption(folder, monkeypatch):
             forward, engram_rows = runner.forward, runner.ops.engram_rows
             plans = []
 
-            def watched(plan):
-                plans.append(plan)
-                return forward(plan)
+            def watched(plan, live=None):
+                plans.append((plan, live))
+                return forward(plan, live)
 
             def recorded(*args):
                 rows = engram_rows(*args)
                 owners = {s.slot: s for s in llm._policy.running}
-                at = 0
-                for chunk in plans[-1].chunks:
+                at, (plan, live) = 0, plans[-1]
+                if live is not None:
+                    slots = live.slots[live.of].tolist()
+                    for slot, position in zip(slots, live.positions.tolist(), strict=True):
+                        text = tuple(owners[slot].tokens[:24])
+                        found.setdefault((text, position), set()).add(tuple(rows[at].tolist()))
+                        at += 1
+                for chunk in plan.chunks:
                     text = tuple(owners[chunk.slot].tokens[:24])
                     for position in range(chunk.start, chunk.end):
                         found.setdefault((text, position), set()).add(tuple(rows[at].tolist()))

@@ -13,7 +13,7 @@ import torch
 
 from deepinfer import LLM, SamplingParams
 from deepinfer.core.step import Chunk, StepPlan
-from deepinfer.kvcache.draft import DraftRequest, RingContext
+from deepinfer.kvcache.draft import RingContext
 from deepinfer.model import block as block_room
 from deepinfer.model import draft as draft_room
 from deepinfer.model import transformer as transformer_room
@@ -39,13 +39,19 @@ def prefilled(name, prompts):
     return runner, runner.forward(StepPlan(tuple(chunks)))
 
 
+def drafted(runner, requests):
+    """The block of (slot, anchor, last) requests."""
+    slots, anchors, last = torch.tensor(requests).unbind(1)
+    return runner.draft_block(slots, anchors, last, torch.zeros_like(last))
+
+
 def greedy_drafts(runner, requests):
     """(drafts of every request, x and base logits of its block)."""
-    block = runner.draft_block(requests)
-    drafts = [[r.anchor for r in requests]]
+    block = drafted(runner, requests)
+    drafts = [torch.tensor([anchor for _, anchor, _ in requests])]
     for i in range(block.base.shape[1]):
-        drafts.append(block.slot(i, drafts[-1])[0].argmax(-1).tolist())
-    return [list(some) for some in zip(*drafts[1:], strict=True)], block.x, block.base
+        drafts.append(block.slot(i, drafts[-1])[0].argmax(-1))
+    return torch.stack(drafts[1:], 1).tolist(), block.x, block.base
 
 
 def certain(margins):
@@ -86,7 +92,7 @@ def error(mine, theirs):
 def measure(name):
     cases, scale = golden.cases(name, "dspark"), golden.index(name)["logit_scale"]
     runner, _ = prefilled(name, [c["context_ids"] for c in cases])
-    requests = [DraftRequest(s, c["anchor"], c["P"]) for s, c in enumerate(cases)]
+    requests = [(s, c["anchor"], c["P"]) for s, c in enumerate(cases)]
     drafts, x, base = greedy_drafts(runner, requests)
     figures = Figures([], [], [], [])
     for case, got, hidden, rows in zip(cases, drafts, x, base, strict=True):
@@ -187,7 +193,7 @@ def stages_alone(name, monkeypatch):
             patch.setattr(draft_room, "block", fed)
             patch.setattr(block_room, "attention", attend)
             patch.setattr(block_room, "moe", route)
-            base = runner.draft_block([DraftRequest(0, case["anchor"], last)]).base
+            base = drafted(runner, [(0, case["anchor"], last)]).base
         scale = golden.index(name)["logit_scale"]
         note("base logits", error(base[0], t["base_logits"]) / scale)
     return worst
@@ -279,19 +285,18 @@ def speculate(runner, prompts, length):
     outputs, steps = [[a] for a in newest], [[] for _ in prompts]
     running = list(range(len(prompts)))
     while running:
-        requests = [
-            DraftRequest(s, outputs[s][-1], len(prompts[s]) + len(outputs[s]) - 2) for s in running
-        ]
+        requests = [(s, outputs[s][-1], len(prompts[s]) + len(outputs[s]) - 2) for s in running]
         drafts, _, _ = greedy_drafts(runner, requests)
         chunks = [
-            Chunk(r.slot, r.last + 1, (r.anchor, *d), pages(r.slot), 1 + len(d))
-            for r, d in zip(requests, drafts, strict=True)
+            Chunk(slot, last + 1, (anchor, *d), pages(slot), 1 + len(d))
+            for (slot, anchor, last), d in zip(requests, drafts, strict=True)
         ]
         rows = runner.forward(StepPlan(tuple(chunks))).argmax(-1)
-        for r, d, row in zip(requests, drafts, rows.view(len(running), -1).tolist(), strict=True):
+        rows = rows.view(len(running), -1).tolist()
+        for (slot, anchor, last), d, row in zip(requests, drafts, rows, strict=True):
             k = next((i for i, y in enumerate(d) if y != row[i]), len(d))
-            steps[r.slot].append((r.last, r.anchor, d, k))
-            outputs[r.slot] += row[: k + 1]
+            steps[slot].append((last, anchor, d, k))
+            outputs[slot] += row[: k + 1]
         running = [s for s in running if len(outputs[s]) < length]
     return outputs, steps
 

@@ -17,7 +17,6 @@ from deepinfer.checkpoint.layout import open_checkpoint
 from deepinfer.checkpoint.load import load_weights
 from deepinfer.core.step import Chunk, StepPlan
 from deepinfer.engine.runner import Runner
-from deepinfer.kvcache.draft import DraftRequest
 from deepinfer.kvcache.pools import Pools, bytes_per_slot
 from deepinfer.model import transformer as transformer_room
 from deepinfer.model.config import ModelConfig
@@ -59,8 +58,9 @@ def step(runner, *chunks, replay=None):
 
 
 def drafted(runner, *requests):
-    """(x, base logits) of (slot, anchor, last, first)."""
-    block = runner.draft_block([DraftRequest(*r) for r in requests])
+    """(x, base logits) of (slot, anchor, last[, first])."""
+    asked = torch.tensor([(*r, 0)[:4] for r in requests])
+    block = runner.draft_block(*asked.unbind(1))
     assert block.x.isfinite().all() and block.base.isfinite().all()
     return block.x, block.base
 

@@ -11,8 +11,11 @@ import itertools
 from array import array
 from collections import Counter
 
+import numpy as np
+
 from deepinfer.core.request import Request, SamplingParams
 from deepinfer.core.sequence import Sequence
+from deepinfer.core.step import Chunk
 from deepinfer.kvcache import BlockAllocator, PrefixCache, Reuse
 from deepinfer.replay import ReplayRule
 from deepinfer.scheduler.policy import Policy
@@ -74,14 +77,29 @@ class Device:
     def _cells(self, kind, page):
         return self.pages[kind].setdefault(page, [0] * self.size)
 
-    def run(self, step, cache, breaks=None):
-        """Execute a step; breaks: stop after so many rows, as an error in its middle would."""
+    def run(self, step, cache, over, breaks=None):
+        """Execute a step but for those that are over; breaks: stop after so many rows, as an error
+        in its middle would."""
         for load in step.plan.loads:
             assert load.page not in cache._pools[load.kind]._names, "a named page was written"
             self.pages[load.kind][load.page] = list(array("q", load.payload))
         left = itertools.count() if breaks is None else iter(range(breaks))
-        for chunk, sequence in zip(step.plan.chunks, step.sequences, strict=True):
+        for sequence in step.decoding:
+            if sequence in over:
+                continue
+            self._chunk(self._newest(sequence), sequence, cache, left)
+        for chunk, (sequence, _) in zip(step.plan.chunks, step.chunks, strict=True):
             self._chunk(chunk, sequence, cache, left)
+
+    def _newest(self, sequence):
+        """The row of a decoding sequence, as the device makes it from what it knows."""
+        start = len(sequence.tokens) - 1
+        index = start // self.size
+        kept = sequence.windows.get(index)
+        return Chunk(
+            sequence.slot, start, (sequence.tokens[-1],), tuple(sequence.pages), 1,
+            sequence.replay, () if kept is None else ((index, kept),),
+        )  # fmt: skip
 
     def _chunk(self, chunk, sequence, cache, left):
         """Rows of one chunk, with the ring and n-gram history of its slot."""
@@ -145,6 +163,7 @@ class Bench:
         self.truth, self.learned = {}, {}
         self.order = itertools.count()
         self.open, self.done, self.cached, self.steps = [], [], {}, 0
+        self.landed, self.over = None, []
         self.lossless = all(not getattr(tier, "losing", 0) for tier in tiers)
 
     # requests
@@ -172,11 +191,15 @@ class Bench:
         assert sequence is not None
         while sequence in self.open:
             self.step()
+        if not self.open:
+            self.settle()
+            self._persist()
         return sequence
 
     def run(self, limit=2000):
         for _ in range(limit):
             if not self.open:
+                self.settle()
                 return self
             self.step()
         raise AssertionError("the schedule does not end")
@@ -184,47 +207,81 @@ class Bench:
     # the engine's loop
 
     def step(self, fails=None, broken=None):
-        """fails: an error after so many rows; broken: index of a chunk that is not finite."""
+        """Plan a step and run it; then settle the one before, as late as the engine does.
+
+        fails: an error after so many rows; broken: which sequence of the step, decoding ones first,
+        is not finite."""
         if self.lossless:
             self._expect()
         step = self.policy.next_step()
-        assert (step is None) == (not self.open)
-        if step is None:
-            return None
-        self.steps += 1
-        self._check_plan(step)
-        self.check()
+        self.policy.preempted.clear()
         self._move(self.prefix.leaving(), self.prefix.keep)
-        if fails is not None:
-            self.device.run(step, self.prefix, breaks=fails)
-            self.start_afresh()
-            self._persist()
+        if step is not None:
+            self.steps += 1
+            self._check_plan(step)
             self.check()
-            return step
-        self.device.run(step, self.prefix)
-        for at, (chunk, sequence) in enumerate(zip(step.plan.chunks, step.sequences, strict=True)):
-            self.cached.setdefault(sequence, chunk.replay.cached)
-            if at != broken:
-                self.prefix.advance(sequence, chunk.end)
-        for at, (chunk, sequence) in enumerate(zip(step.plan.chunks, step.sequences, strict=True)):
-            if at == broken:
-                self.prefix.forget(sequence)
-                self.policy.remove(sequence)
-                self.open.remove(sequence)
-                continue
-            if chunk.logits:
-                sequence.append(self.device.prefixes.of(sequence.tokens)[-1] % 3)
-            if sequence.generated == sequence.request.max_new:
-                self.policy.remove(sequence)
-                self.open.remove(sequence)
-                self.done.append(sequence)
+            if fails is not None:
+                self.device.run(step, self.prefix, self.over, breaks=fails)
+                self.start_afresh()
+                self._persist()
+                self.check()
+                return step
+            self.device.run(step, self.prefix, self.over)
+        self.settle()
+        if step is not None:
+            self.landed = step, self._land(step, broken)
         self._persist()
         self.check()
         return step
 
+    def _land(self, step, broken):
+        """Tokens of a step; what the scheduler will hear of it: counts, ends of what is complete,
+        and the sequence that is not finite."""
+        everybody = [*step.decoding, *(sequence for sequence, _ in step.chunks)]
+        counts, ends, bad = [], [], None
+        for (sequence, run), chunk in zip(step.chunks, step.plan.chunks, strict=True):
+            self.cached.setdefault(sequence, chunk.replay.cached)
+            ends.append((sequence, run, chunk.end))
+        for sequence in step.choosing:
+            counts.append(int(sequence not in self.over))
+            if sequence in self.over:
+                continue
+            ends.append((sequence, sequence.preemptions, len(sequence.tokens)))
+            sequence.append(self.device.prefixes.of(sequence.tokens)[-1] % 3)
+            if sequence.generated == sequence.request.max_new:
+                self._over(sequence)
+                self.done.append(sequence)
+        if broken is not None and broken < len(everybody):
+            bad = everybody[broken]
+            ends = [end for end in ends if end[0] is not bad]
+            self._over(bad)
+        return np.array(counts, dtype=np.int64), ends, bad
+
+    def _over(self, sequence):
+        self.over.append(sequence)
+        if sequence in self.open:
+            self.open.remove(sequence)
+
+    def settle(self):
+        if self.landed is not None:
+            (step, (counts, ends, bad)), self.landed = self.landed, None
+            self.policy.settle(step, counts)
+            if bad is not None:
+                self.prefix.forget(bad)
+            for sequence, run, end in ends:
+                if sequence.slot is not None and sequence.preemptions == run:
+                    self.policy.advance(sequence, end)
+            for sequence in self.over:
+                self.policy.remove(sequence)
+            self.over = []
+
     def start_afresh(self):
-        for sequence in tuple(self.policy.running):
-            self.policy.preempt(sequence)
+        self.landed = None
+        self.policy.drop()
+        self.policy.preempted.clear()
+        for sequence in self.over:
+            self.policy.remove(sequence)
+        self.over = []
 
     def _persist(self):
         self._move(self.prefix.completed(), self.prefix.persist)
@@ -325,10 +382,13 @@ class Bench:
     def _check_plan(self, step):
         policy = self.policy
         assert 0 < step.plan.rows <= policy.max_rows
-        assert len({chunk.slot for chunk in step.plan.chunks}) == len(step.plan.chunks)
-        assert list(step.sequences) != [] and set(step.sequences) == set(policy.running)
-        for chunk, sequence in zip(step.plan.chunks, step.sequences, strict=True):
-            assert chunk.start == sequence.computed and chunk.replay is sequence.replay
+        everybody = [*step.decoding, *(sequence for sequence, _ in step.chunks)]
+        assert everybody and len(set(everybody)) == len(everybody)
+        # The others' last token was on its way.
+        assert set(everybody) <= set(policy.running)
+        assert {*policy.running} - {*everybody} <= {*self.over}
+        for chunk, (sequence, _) in zip(step.plan.chunks, step.chunks, strict=True):
+            assert chunk.end == sequence.computed and chunk.replay is sequence.replay
             assert chunk.end <= len(sequence.tokens) and len(chunk.token_ids) <= policy.chunk
             assert len(chunk.pages) == policy.blocks.pages_for(chunk.end)
             assert not chunk.restore or chunk.start == chunk.replay.first > 0

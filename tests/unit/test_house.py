@@ -89,7 +89,7 @@ print(json.dumps([n for n in ("torch", "numpy", "pandas", "matplotlib") if n in 
     assert done.returncode == 0, done.stderr
     loaded = json.loads(done.stdout)
     assert "torch" not in loaded
-    if not module.startswith("deepinfer.checkpoint"):
+    if not module.startswith(("deepinfer.checkpoint", "deepinfer.scheduler")):
         assert loaded == []
 
 

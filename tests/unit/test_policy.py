@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,64 +22,100 @@ RULE = ReplayRule(layers=4, boundary=2, window=4)
 class Bench:
     """A policy and the loop around it: token 7 is what everybody says."""
 
-    def __init__(self, pages=64, page_tokens=4, slots=8, max_rows=32, chunk=32):
+    def __init__(self, pages=64, page_tokens=4, slots=8, max_rows=32, chunk=32, drafts=None):
         prefix = PrefixCache(
             RULE,
             BlockAllocator(pages, page_tokens),
             BlockAllocator(0, page_tokens),
             Reuse(enabled=False),
         )
-        self.policy = Policy(prefix, slots=slots, max_rows=max_rows, chunk=chunk)
+        self.policy = Policy(prefix, slots=slots, max_rows=max_rows, chunk=chunk, drafts=drafts)
         self.order = itertools.count()
         self.steps = []
         self.done = []
+        self.landed = None
+        self.stops = {}
 
-    def add(self, prompt: int, new: int) -> Sequence:
+    def add(self, prompt: int, new: int, stops: int | None = None) -> Sequence:
+        """A request; stops: it ends after so many tokens, which nobody knows before."""
         params = SamplingParams(max_tokens=new)
         request = Request(0, 0, tuple(range(prompt)), params, seed=0, max_new=new)
         sequence = Sequence(request, next(self.order))
         assert self.policy.blocks.pages_for(request.need) <= self.policy.blocks.total
+        self.stops[sequence] = stops or new
         self.policy.add(sequence)
         return sequence
 
     def step(self):
+        """Plan a step, settle the one before, let this one happen."""
         step = self.policy.next_step()
+        self.settle()
         if step is None:
             return None
         self.check(step)
         self.steps.append(step)
-        for chunk, sequence in zip(step.plan.chunks, step.sequences, strict=True):
-            self.policy.prefix.advance(sequence, chunk.end)
-            if chunk.logits:
+        counts = []
+        for sequence in step.choosing:
+            left = self.stops[sequence] - sequence.generated
+            counts.append(min(self.tokens(step, sequence), left))
+            for _ in range(counts[-1]):
                 sequence.append(7)
-            if sequence.generated == sequence.request.max_new:
+        self.landed = step, np.array(counts, dtype=np.int64)
+        return step
+
+    def tokens(self, step, sequence) -> int:
+        return 1
+
+    def settle(self):
+        if self.landed is None:
+            return
+        (step, counts), self.landed = self.landed, None
+        self.policy.settle(step, counts)
+        for chunk, (sequence, run) in zip(step.plan.chunks, step.chunks, strict=True):
+            if sequence.slot is not None and sequence.preemptions == run:
+                self.policy.advance(sequence, chunk.end)
+        for sequence in step.choosing:
+            if sequence.generated == self.stops[sequence] and sequence not in self.done:
                 self.policy.remove(sequence)
                 self.done.append(sequence)
-        return step
 
     def run(self, limit=10_000):
         for _ in range(limit):
-            if self.step() is None:
+            if self.step() is None and not self.policy.running and not self.policy.waiting:
                 return self
         pytest.fail("the schedule does not end")
 
     def check(self, step):
-        policy = self.policy
-        assert 0 < step.plan.rows <= policy.max_rows
-        pages = [page for chunk in step.plan.chunks for page in chunk.pages]
+        policy, plan = self.policy, step.plan
+        assert 0 < plan.rows <= policy.max_rows
+        everybody = [*step.decoding, *(sequence for sequence, _ in step.chunks)]
+        pages = [page for sequence in everybody for page in sequence.pages]
         assert len(pages) == len(set(pages))
-        assert len({chunk.slot for chunk in step.plan.chunks}) == len(step.plan.chunks)
-        for chunk, sequence in zip(step.plan.chunks, step.sequences, strict=True):
-            assert chunk.start == sequence.computed
+        slots = [*(plan.decoding.slots if plan.decoding else ()), *(c.slot for c in plan.chunks)]
+        assert slots == [sequence.slot for sequence in everybody]
+        assert len(set(slots)) == len(slots)
+        for sequence in step.decoding:
+            assert len(sequence.pages) >= policy.blocks.pages_for(
+                min(len(sequence.tokens), sequence.request.need)
+            )
+        if plan.decoding:
+            assert plan.decoding.pages == max(len(s.pages) for s in step.decoding)
+        for chunk, (sequence, _) in zip(plan.chunks, step.chunks, strict=True):
+            assert chunk.end == sequence.computed
             assert list(chunk.token_ids) == sequence.tokens[chunk.start : chunk.end]
             assert len(chunk.token_ids) <= policy.chunk
             assert len(chunk.pages) == policy.blocks.pages_for(chunk.end)
             assert chunk.logits == (chunk.end == len(sequence.tokens))
+            assert chunk.logits == (sequence in step.choosing)
 
     @property
     def idle(self):
         policy = self.policy
-        return policy.blocks.free == policy.blocks.total and policy.slots_in_use == 0
+        return (
+            policy.blocks.free == policy.blocks.total
+            and policy.slots_in_use == 0
+            and not policy.batch.members
+        )
 
 
 def test_decoding_rows_come_first_and_never_wait():
@@ -88,11 +125,14 @@ def test_decoding_rows_come_first_and_never_wait():
     bench.step()
     bench.add(2000, 1)
     shorts = [bench.add(8, 3) for _ in range(5)]
+    for _ in range(20):  # as one whose grammar takes as long: it comes to the scheduler late
+        assert list(bench.step().decoding[:2]) == talkers
+    shorts.append(bench.add(8, 3))
     while any(sequence not in bench.done for sequence in shorts):
         step = bench.step()
-        assert list(step.sequences[:2]) == talkers, "both talk in every step"
+        assert list(step.decoding[:2]) == talkers, "both talk in every step"
     bench.run()
-    assert len(bench.done) == 8 and bench.idle
+    assert len(bench.done) == 9 and bench.idle
     prefill = [
         s
         for s in bench.steps
@@ -107,7 +147,8 @@ def test_chunks_respect_their_limit_and_the_budget(chunk):
     bench.add(50, 2)
     bench.run()
     sizes = [len(c.token_ids) for s in bench.steps for c in s.plan.chunks]
-    assert sum(sizes) == 51 and max(sizes) == min(chunk, 16)
+    assert sum(sizes) == 50 and max(sizes) == min(chunk, 16)
+    assert sum(len(s.decoding) for s in bench.steps) == 1, "the second of two tokens"
 
 
 def test_no_more_run_than_rows_or_slots():
@@ -115,9 +156,10 @@ def test_no_more_run_than_rows_or_slots():
         bench = Bench(slots=slots, max_rows=rows, chunk=rows, pages=1000)
         for _ in range(12):
             bench.add(6, 6)
-        while bench.step():
+        while len(bench.done) < 12:
+            bench.step()
             assert len(bench.policy.running) <= min(slots, rows)
-        assert len(bench.done) == 12 and bench.idle
+        assert bench.idle
 
 
 def test_memory_pressure_preempts_the_newest_and_everybody_finishes():
@@ -134,9 +176,7 @@ def test_pairs_that_fit_only_one_at_a_time():
     for prompt in (20, 40, 40):
         bench.add(prompt, 5)
     bench.run()
-    prefilled = sum(
-        len(c.token_ids) for s in bench.steps for c in s.plan.chunks if len(c.token_ids) > 1
-    )
+    prefilled = sum(len(c.token_ids) for s in bench.steps for c in s.plan.chunks)
     assert len(bench.done) == 3 and bench.idle and prefilled <= 200
 
 
@@ -146,7 +186,9 @@ def test_removal_at_any_moment_returns_everything():
     bench.step()
     for sequence in sequences + sequences:  # twice is harmless
         bench.policy.remove(sequence)
-    assert bench.idle and bench.step() is None
+    assert bench.idle
+    bench.landed = None
+    assert bench.step() is None
 
 
 @settings(max_examples=40, deadline=None)
@@ -169,8 +211,8 @@ def test_every_mix_ends_with_everything_back(requests, pages, slots, max_rows, c
 
 def test_rows_with_logits_come_in_bounded_chunks():
     bench = Bench(pages=2000, max_rows=4096, chunk=4096)
-    bench.add(3000, 1)
-    step = bench.policy.next_step(lambda sequence: True)
+    bench.add(3000, 1).full = True
+    step = bench.policy.next_step()
     [chunk] = step.plan.chunks
     assert len(chunk.token_ids) == chunk.logits == 1024
 
@@ -209,16 +251,17 @@ def test_a_hit_never_counts_its_own_pages_as_free():
 
 
 def test_one_that_was_preempted_resumes_from_what_it_left():
-    bench = Shared(pages=11, size=4, slots=2, windows=40, rule=CUT)
+    bench = Shared(pages=12, size=4, slots=2, windows=40, rule=CUT)
     old, new = bench.add(range(16), 20), bench.add(range(100, 116), 20)
-    rows = 0
+    again = []
     while bench.open:
         step = bench.step()
-        if new.preemptions:
-            rows += sum(len(c.token_ids) for c, s in
-                        zip(step.plan.chunks, step.sequences, strict=True) if s is new)  # fmt: skip
+        if step and new.preemptions:
+            again += [c for c, (s, _) in zip(step.plan.chunks, step.chunks, strict=True)
+                      if s is new]  # fmt: skip
+    bench.settle()
     assert old.preemptions == 0 < new.preemptions and bench.idle
-    assert rows < len(new.tokens), "not all of it again"
+    assert again[0].start == 12, "not all of it again"
 
 
 @settings(max_examples=40, deadline=None)
@@ -256,4 +299,6 @@ def test_pressure_with_hits_ends_and_admits_what_fits(
     bench.run(limit=1000)
     assert len(bench.done) == len(requests) and bench.idle
     assert all(sequence.preemptions <= 3 for sequence in bench.done)
-    assert len(admitted) == len(requests) + sum(s.preemptions for s in bench.done)
+    # One may lose its memory while its last token is on its way: it never comes back.
+    preempted = sum(s.preemptions for s in bench.done)
+    assert len(requests) <= len(admitted) <= len(requests) + preempted

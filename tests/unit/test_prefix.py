@@ -237,6 +237,7 @@ def test_half_a_page_has_no_name():
     bench = Bench(rule=RULE, chunk=6)
     sequence = bench.add(range(24))
     bench.step()
+    bench.settle()
     bench.end(sequence)
     assert bench.found("entries", sequence) == [0]
     sequence = bench.add(range(24))
@@ -250,8 +251,10 @@ def test_a_sequence_that_is_not_finite_leaves_nothing_on_the_device():
     bench = Bench(rule=RULE, chunk=8)
     sequence = bench.add(range(24))
     bench.step()
+    bench.settle()
     assert bench.found("entries", sequence) == [0, 1]
     bench.step(broken=0)
+    bench.settle()
     assert bench.found("entries", sequence) == bench.found("windows", sequence) == []
     assert bench.idle
 
@@ -392,6 +395,7 @@ def test_numbers_that_are_not_finite_are_found_nowhere():
     bench.step()
     assert disk.pages
     bench.step(broken=0)
+    bench.settle()
     assert not disk.pages
     again = bench.ask(range(24))
     assert bench.cached[again] == 0 and not bench.found("entries", again)

@@ -70,10 +70,39 @@ def test_derived_seeds():
     assert len({rng.random_seed() for _ in range(100)}) == 100
 
 
+WORDS = [0, 1, 7, 2**31, 2**53 - 1, 2**63 - 1, 2**63, 2**64 - 1, rng.G]
+
+
+def streams(torch):
+    """Seeds of every size, positions and purposes; as numbers and as tensors."""
+    rows = [(seed, at * at * 1009, at << 8) for at, seed in enumerate(WORDS)]
+    columns = [[rng.signed(seed) for seed, _, _ in rows], *list(zip(*rows, strict=True))[1:]]
+    return rows, [torch.tensor(column, dtype=torch.int64) for column in columns]
+
+
+def test_torch_has_the_same_keys_and_uniforms():
+    torch = pytest.importorskip("torch")
+    rows, (seeds, positions, purposes) = streams(torch)
+    named = rng.keys(seeds, positions, purposes).tolist()
+    assert named == [rng.signed(rng.key(*row)) for row in rows]
+    named = rng.keys(seeds, positions, rng.ACCEPT).tolist()
+    assert named == [rng.signed(rng.key(s, t, rng.ACCEPT)) for s, t, _ in rows]
+    draws = rng.uniform_rows(seeds, positions, purposes).tolist()
+    assert draws == [rng.uniform(*row) for row in rows]
+    assert rng.uniform_rows(seeds, positions, 2).tolist() == [
+        rng.uniform(s, t, 2) for s, t, _ in rows
+    ]
+
+
+def test_signed_keeps_the_bits():
+    assert [rng.signed(word) % 2**64 for word in WORDS] == WORDS
+    assert all(-(2**63) <= rng.signed(word) < 2**63 for word in WORDS)
+
+
 @pytest.mark.parametrize("count", [1, 7, 4096, 10_001])
 def test_torch_has_the_same_bits(count):
-    pytest.importorskip("torch")
-    streams = [rng.key(seed, 100 + seed) for seed in range(6)]
-    rows = rng.gumbel_rows(streams, count, "cpu").numpy()
-    for row, stream in zip(rows, streams, strict=True):
-        assert (row == rng.gumbel(stream, count)).all()
+    torch = pytest.importorskip("torch")
+    rows, columns = streams(torch)
+    noise = rng.gumbel_rows(rng.keys(*columns), count).numpy()
+    for some, row in zip(noise, rows, strict=True):
+        assert (some == rng.gumbel(rng.key(*row), count)).all()

@@ -10,16 +10,34 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from deepinfer.core.request import SamplingParams  # noqa: E402
+from deepinfer.device.sync import no_sync  # noqa: E402
+from deepinfer.sampling import logits as logits_module  # noqa: E402
 from deepinfer.sampling import rng, sampler  # noqa: E402
-from deepinfer.sampling.logits import Row, exp, log_normaliser, process  # noqa: E402
+from deepinfer.sampling.logits import (  # noqa: E402
+    WHOLE,
+    Row,
+    Rows,
+    exp,
+    log_normaliser,
+    process,
+    reach,
+)
 
 
 def row(position: int = 5, seed: int = 7, *, forbidden=(), seen=(), counts=None, **params) -> Row:
     return Row(SamplingParams(**params), seed, position, forbidden, seen, counts or {})
 
 
+def columns(rows) -> Rows:
+    return Rows.of(rows, "cpu")
+
+
 def processed(values, one: Row) -> list[float]:
-    return process(torch.tensor([values], dtype=torch.float32), [one])[0].tolist()
+    return process(torch.tensor([values], dtype=torch.float32), columns([one]))[0].tolist()
+
+
+def sample(logits, rows) -> list[int]:
+    return sampler.sample(logits, Rows.of(rows, logits.device)).tolist()
 
 
 def kept(values, **params) -> list[int]:
@@ -27,7 +45,7 @@ def kept(values, **params) -> list[int]:
 
 
 def test_exponential_and_normaliser_are_accurate():
-    x = -torch.rand(20_000, dtype=torch.float64) * 700
+    x = 60 - torch.rand(20_000, dtype=torch.float64) * 760
     assert ((exp(x) - x.exp()).abs() <= 1e-14 * x.exp() + 1e-300).all()
     assert exp(torch.tensor([0.0, -math.inf], dtype=torch.float64)).tolist() == [1.0, exp_of(-700)]
     logits = torch.randn(50, 4096, dtype=torch.float64) * 8
@@ -96,7 +114,7 @@ def test_cuts_equal_a_plain_sort(scale):
                 strict=True,
             )
         ]
-        got = torch.isfinite(process(torch.tensor(logits), [Row(p, 0, 0) for p in chosen]))
+        got = torch.isfinite(process(torch.tensor(logits), columns([Row(p, 0, 0) for p in chosen])))
         for x, params, mask in zip(logits.astype(np.float64), chosen, got.numpy(), strict=True):
             order = np.argsort(-x, kind="stable")[: params.top_k or vocab]
             share = np.exp(x[order]) / np.exp(x[order]).sum()
@@ -106,14 +124,14 @@ def test_cuts_equal_a_plain_sort(scale):
 
 def test_greedy_takes_the_lowest_id_on_ties():
     logits = torch.tensor([[0.0, 3.0, 3.0, 1.0], [-0.0, 0.0, -1.0, 0.0]])
-    assert sampler.sample(logits, [row(temperature=0)] * 2) == [1, 0]
-    assert sampler.sample(logits[:1], [row(temperature=0, logit_bias={2: 1.0})]) == [2]
+    assert sample(logits, [row(temperature=0)] * 2) == [1, 0]
+    assert sample(logits[:1], [row(temperature=0, logit_bias={2: 1.0})]) == [2]
 
 
 def test_a_draw_is_the_largest_logit_plus_noise():
     logits = torch.randn(6, 500) * 2
     rows = [row(position, seed=position * 11) for position in range(6)]
-    ids = sampler.sample(logits, rows)
+    ids = sample(logits, rows)
     for x, one, token in zip(logits.numpy(), rows, ids, strict=True):
         noise = rng.gumbel(rng.key(one.seed, one.position), 500)
         assert token == int(np.argmax(x.astype(np.float64) + noise))
@@ -132,7 +150,7 @@ def test_draws_follow_the_law(params, law):
     count = 40_000
     logits = torch.log(torch.tensor([0.5, 0.3, 0.2])).expand(count, 3)
     shared = SamplingParams(**params)
-    ids = sampler.sample(logits, [Row(shared, seed, 3) for seed in range(count)])
+    ids = sample(logits, [Row(shared, seed, 3) for seed in range(count)])
     share = np.bincount(ids, minlength=3) / count
     assert np.abs(share - law).max() < 0.01
 
@@ -153,29 +171,29 @@ def test_a_row_alone_has_the_bits_it_has_in_a_batch():
     logits = torch.randn(40, 3001) * 3
     rows = [row(at, seed=at % 3, seen=(1, 2), counts={5: 2}, repetition_penalty=1.1,
                 **MIX[at % len(MIX)]) for at in range(40)]  # fmt: skip
-    together = process(logits, rows)
-    ids = sampler.sample(logits, rows)
+    together = process(logits, columns(rows))
+    ids = sample(logits, rows)
     entries = sampler.logprobs(logits, ids, [at % 4 for at in range(40)])
     order = list(reversed(range(40)))
-    backwards = process(logits[order], [rows[at] for at in order])
+    backwards = process(logits[order], columns([rows[at] for at in order]))
     for at in range(40):
         alone = logits[at : at + 1].clone()
-        assert torch.equal(process(alone, [rows[at]])[0], together[at])
+        assert torch.equal(process(alone, columns([rows[at]]))[0], together[at])
         assert torch.equal(backwards[39 - at], together[at])
-        assert sampler.sample(alone, [rows[at]]) == [ids[at]]
+        assert sample(alone, [rows[at]]) == [ids[at]]
         assert sampler.logprobs(alone, [ids[at]], [at % 4]) == [entries[at]]
 
 
-def test_broken_rows_are_none_and_harm_nobody():
+def test_broken_rows_are_minus_one_and_harm_nobody():
     logits = torch.randn(4, 50)
-    clean = sampler.sample(logits, [row(at) for at in range(4)])
+    clean = sample(logits, [row(at) for at in range(4)])
     logits[1, 7], logits[2, 3] = math.nan, math.inf
-    ids = sampler.sample(logits, [row(at) for at in range(4)])
-    assert ids == [clean[0], None, None, clean[3]]
+    ids = sample(logits, [row(at) for at in range(4)])
+    assert ids == [clean[0], -1, -1, clean[3]]
     entries = sampler.logprobs(logits, [0] * 4, [2] * 4)
     assert entries[1] is None and entries[2] is None and entries[0] and entries[3]
     nothing = [row(forbidden=tuple(range(50))), row(forbidden=tuple(range(50)), temperature=0)]
-    assert sampler.sample(torch.zeros(2, 50), nothing) == [None, None]
+    assert sample(torch.zeros(2, 50), nothing) == [-1, -1]
 
 
 def test_logprobs_are_of_the_raw_distribution():
@@ -197,14 +215,111 @@ def test_a_logprob_is_zero_only_for_certainty():
     assert -1e-8 < sampler.logprobs(nearly, [0], [0])[0].logprob < 0.0
 
 
+def test_columns_are_the_rows():
+    rows = [row(3, seed=2**64 - 1, **MIX[7]), row(4, top_k=10**30, temperature=0.5),
+            row(5, temperature=0, top_k=9, min_p=0.5, forbidden=(1,))]  # fmt: skip
+    got = columns(rows)
+    assert len(got) == 3
+    assert got.keys(5).tolist() == [rng.signed(rng.key(one.seed, one.position, 5)) for one in rows]
+    assert got.uniform(1).tolist() == [rng.uniform(one.seed, one.position, 1) for one in rows]
+    assert got.top_k.tolist() == [3, WHOLE, 9]
+    assert got.warm.tolist() == [True, True, False]
+    assert (got.drawn, got.floored, dict(got.changed)) == (True, True, {2: rows[2]})
+    greedy = columns(rows[2:])
+    assert (greedy.drawn, greedy.widest, greedy.floored) == (False, 0, False)
+    none = columns([])
+    assert len(none) == 0 and not none.drawn
+    assert sampler.sample(torch.zeros(0, 5), none).tolist() == []
+
+
+def test_a_reach_tells_what_the_cuts_keep():
+    assert [reach(SamplingParams(**p)) for p in (
+        {}, {"top_k": 7}, {"top_k": 7, "top_p": 0.9}, {"top_p": 0.9}, {"top_k": 10**30},
+        {"top_k": 7, "temperature": 0},
+    )] == [0, 7, 7, WHOLE, WHOLE, 0]  # fmt: skip
+
+
+def test_rows_are_named_by_slice_numbers_or_the_device():
+    rows = [row(at, seed=at, **MIX[at]) for at in range(8)]
+    for which in (slice(2, 7), slice(6, 99), [7, 0, 6, 6, 3], [], slice(0, 0)):
+        names = range(8)[which] if isinstance(which, slice) else which
+        got, wanted = columns(rows).at(which), columns([rows[at] for at in names])
+        assert torch.equal(got.keys(), wanted.keys())
+        assert got.floor.tolist() == wanted.floor.tolist()
+        assert got.changed == wanted.changed
+    index = torch.tensor([5, 0, 0])
+    with pytest.raises(ValueError, match="named by the host"):
+        columns(rows).at(index)
+    assert columns(rows[:6]).at(index).position.tolist() == [5, 0, 0]
+
+
+CUTS = [dict(top_k=500, top_p=0.99), dict(top_k=300), dict(top_p=0.2), dict(top_k=300, top_p=0.3)]
+
+
+def test_one_look_at_all_tokens_is_the_short_look(monkeypatch):
+    """A device is not asked whether a nucleus is wide: it sorts what may count."""
+    mix = [*MIX, *CUTS]
+    for vocab, scale in ((40, 3.0), (3001, 3.0), (3001, 0.1), (700, 6.0)):
+        logits = (torch.randn(36, vocab) * scale).round(decimals=1)
+        rows = [row(at, seed=at, **mix[at % len(mix)]) for at in range(36)]
+        alone = [process(logits[at][None], columns([rows[at]])) for at in range(36)]
+        monkeypatch.setattr(logits_module, "_readable", lambda x: False)
+        assert torch.equal(process(logits, columns(rows)), torch.cat(alone))
+        monkeypatch.undo()
+
+
+def test_rows_that_are_not_cut_stay_whole_beside_others():
+    cold = dict(temperature=0, top_k=2, top_p=0.5, min_p=0.9)
+    logits = torch.randn(4, 700)
+    rows = [row(top_k=3), row(), row(**cold), row(temperature=0.5, min_p=0.01)]
+    got = process(logits, columns(rows))
+    assert torch.isfinite(got[0]).sum() == 3
+    assert torch.equal(got[1:3], logits[1:3].double())
+    for at in range(4):
+        assert torch.equal(process(logits[at][None], columns([rows[at]]))[0], got[at])
+
+
+def test_blocks_do_not_show(monkeypatch):
+    logits = torch.randn(40, 3001) * 3
+    logits[11, 5] = math.nan
+    rows = [row(at, seed=at % 3, forbidden=(at,), **MIX[at % len(MIX)]) for at in range(40)]
+    assert len(sampler.blocks(logits)) == 1
+    together = sample(logits, rows)
+    monkeypatch.setattr(sampler, "_BLOCK", 7000)
+    assert len(sampler.blocks(logits)) == 20
+    assert sample(logits, rows) == together and together[11] == -1
+
+
+def test_choosing_waits_for_no_device(monkeypatch):
+    """All but the short look, which is the host's alone."""
+    monkeypatch.setattr(logits_module, "_readable", lambda x: False)
+    logits = torch.randn(40, 300)
+    mixes = [
+        [row(at, seed=at, forbidden=(1, 2), seen=(1, 2), counts={5: 2}, repetition_penalty=1.1,
+             presence_penalty=0.5, **MIX[at % len(MIX)]) for at in range(40)],
+        [row(at, temperature=0) for at in range(40)],
+        [row(at, **MIX[at % 6]) for at in range(40)],
+    ]  # fmt: skip
+    with no_sync("cpu"):
+        for rows in mixes:
+            made = columns(rows)
+            sampler.sample(logits, made)
+        sampler.sample(logits[:3], made.at(torch.arange(3)))
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_device_has_the_bits_of_the_host():
     logits = torch.randn(40, 3001) * 3
     rows = [row(at, seed=at % 3, **MIX[at % len(MIX)]) for at in range(40)]
-    streams = [rng.key(one.seed, one.position) for one in rows]
-    there = rng.gumbel_rows(streams, 3001, "cuda").cpu()
-    assert torch.equal(there, rng.gumbel_rows(streams, 3001, "cpu"))
-    assert torch.equal(process(logits.cuda(), rows).cpu(), process(logits, rows))
-    ids = sampler.sample(logits, rows)
-    assert sampler.sample(logits.cuda(), rows) == ids
+    here, there = columns(rows), Rows.of(rows, "cuda")
+    assert torch.equal(
+        rng.gumbel_rows(there.keys(), 3001).cpu(), rng.gumbel_rows(here.keys(), 3001)
+    )
+    assert torch.equal(process(logits.cuda(), there).cpu(), process(logits, here))
+    ids = sample(logits, rows)
+    assert sample(logits.cuda(), rows) == ids
+    on_device = logits.cuda()
+    with no_sync("cuda"):
+        sampler.sample(on_device, there)
+        sampler.sample(on_device, Rows.of(rows, "cuda"))
     assert sampler.logprobs(logits.cuda(), ids, [5] * 40) == sampler.logprobs(logits, ids, [5] * 40)

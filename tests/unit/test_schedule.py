@@ -10,7 +10,7 @@ from functools import cache
 
 import pytest
 
-from deepinfer.speculative import Counts, Schedule, Verdict, schedule
+from deepinfer.speculative import Counts, Schedule, schedule
 from deepinfer.speculative.timing import Curve, StepTimes
 
 BLOCK = 5
@@ -504,10 +504,10 @@ def test_a_folder_that_cannot_be_used_is_a_warning(tmp_path):
 def test_counts_have_one_definition():
     counts = Counts()
     assert (counts.accepted_length, counts.acceptance_rate) == (None, None)
-    counts.add(5, 3, Verdict(2, (7, 8, 9)), committed=3, ended=False)
-    counts.add(5, 5, Verdict(5, (1, 2, 3, 4, 5, 6)), committed=3, ended=True)
-    counts.add(0, 0, Verdict(0, (4,)), committed=1, ended=True)
-    counts.add(5, 2, Verdict(1, (4,), broken=True), committed=1, ended=False)
+    counts.add(5, 3, 2, committed=3, ended=False)
+    counts.add(5, 5, 5, committed=3, ended=True)
+    counts.add(0, 0, 0, committed=1, ended=True)
+    counts.add(5, 2, 1, committed=1, ended=False)
     assert (counts.drafted, counts.verified, counts.accepted, counts.discarded) == (15, 10, 6, 2)
     assert counts.accepted_length == 8 / 4
     assert counts.acceptance_rate == 6 / 15

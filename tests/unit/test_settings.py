@@ -277,9 +277,10 @@ def test_defaults_are_the_documented_ones():
 
 
 def test_what_has_no_code_yet_says_so_once_when_asked_for():
-    lines = resolve({"swa_keep": 200, "overlap": True}, environ={}, source="flag").warnings
+    environ = {"DEEPINFER_JIT_CACHE_DIR": "kernels"}
+    lines = resolve({"swa_keep": 200, "overlap": True}, environ=environ, source="flag").warnings
     assert lines == (
-        "--overlap is not in this version: steps are planned one after the other",
+        "DEEPINFER_JIT_CACHE_DIR is not in this version: nothing is compiled while running",
     )
     calm = {"mtp": 0, "prefix_cache": False, "replay_mode": "mask", "overlap": False}
     assert resolve(calm, environ={}).warnings == ()

@@ -345,8 +345,9 @@ def test_another_curve_gives_what_a_schedule_would():
     live = Schedule(steep)
     for choice in found:
         together = [s for s in steps if s.step == choice.step and s.draft_ids]
-        live.learn(choice.step - 1, {s.seq: s.survival for s in together})
-        counts = {s.seq: len(s.draft_ids) for s in together}
+        everybody = [s for s in steps if s.step == choice.step]
+        live.learn(choice.step - 1, {s.seq: (*s.survival, *(0.0,) * 5)[:5] for s in everybody})
+        counts = {s.seq: 5 for s in everybody}
         budget = live.budget(choice.step, counts, 0.0, together[0].limit)
         assert budget == choice.budget
         assert list(choice.splits.values()) == split([s.survival for s in together], budget)

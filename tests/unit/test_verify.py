@@ -12,9 +12,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from deepinfer.core.request import SamplingParams  # noqa: E402
+from deepinfer.device.sync import no_sync  # noqa: E402
+from deepinfer.sampling import logits as logits_module  # noqa: E402
 from deepinfer.sampling import rng, sampler  # noqa: E402
-from deepinfer.sampling.logits import Row  # noqa: E402
+from deepinfer.sampling.logits import Row, Rows  # noqa: E402
 from deepinfer.speculative import schedule, verify  # noqa: E402
+from deepinfer.speculative.proposal import Verdict  # noqa: E402
 
 G = np.uint64(rng.G)
 
@@ -210,6 +213,37 @@ def logits_of(probabilities):
     return torch.tensor(probabilities).log()
 
 
+def propose(x, rows, slot, rule):
+    ids, scores = verify.propose(x, Rows.of(rows, "cpu"), slot, rule)
+    return ids.tolist(), scores
+
+
+def laid_out(drafts, scores, vocab, wide=None, junk=0):
+    """first, drafts, shares and scores of `verify.verify`: scores of the drafts one after another
+    go to their cells; drafts that no share covers are `junk`, and their scores are not numbers."""
+    wide = max(map(len, drafts), default=0) if wide is None else wide
+    shares = torch.tensor([len(ids) for ids in drafts], dtype=torch.int64)
+    ids = torch.full((len(drafts), wide), junk)
+    cells = torch.full((len(drafts), wide, vocab), math.nan, dtype=torch.float64)
+    at = 0
+    for r, some in enumerate(drafts):
+        ids[r, : len(some)] = torch.tensor(some, dtype=torch.int64)
+        if scores is not None:
+            cells[r, : len(some)] = scores[at : at + len(some)]
+        at += len(some)
+    first = (shares + 1).cumsum(0) - shares - 1
+    return first, ids, shares, None if scores is None else cells
+
+
+def judge(x, rows, drafts, scores, rule):
+    """Verdicts on a batch whose rows follow each other without a gap."""
+    first, ids, shares, cells = laid_out(drafts, scores, x.shape[-1])
+    most = ids.shape[1] + 1
+    judged = verify.verify(x, Rows.of(rows, "cpu"), first, ids, shares, cells, rule, most)
+    assert judged.tokens.shape == (len(drafts), most)
+    return verify.verdicts(judged)
+
+
 def generate(requests, target, drafter, rule, tokens, draft_lengths, **params):
     """Ids of many requests of one batch, as an engine makes them; also drafts verified, accepted.
 
@@ -225,7 +259,7 @@ def generate(requests, target, drafter, rule, tokens, draft_lengths, **params):
             some = [at for at, count in enumerate(counts) if count > slot]
             x = torch.stack([drafter((*out[going[at]], *drafts[at])) for at in some])
             rows = [row(going[at], 1 + len(out[going[at]]) + slot, **params) for at in some]
-            ids, given = verify.propose(x, rows, slot, rule)
+            ids, given = propose(x, rows, slot, rule)
             for here, at in enumerate(some):
                 drafts[at].append(ids[here])
                 if given is not None:
@@ -236,9 +270,7 @@ def generate(requests, target, drafter, rule, tokens, draft_lengths, **params):
                 x.append(target((*out[r], *drafts[at][:slot])))
                 rows.append(row(r, 1 + len(out[r]) + slot, **params))
         flat = [one for some in scores for one in some]
-        verdicts = verify.verify(
-            torch.stack(x), rows, drafts, torch.stack(flat) if flat else None, rule
-        )
+        verdicts = judge(torch.stack(x), rows, drafts, torch.stack(flat) if flat else None, rule)
         for at, r in enumerate(going):
             assert not verdicts[at].broken
             out[r] += verdicts[at].tokens
@@ -306,7 +338,9 @@ def test_coupled_and_greedy_ids_do_not_depend_on_drafts(temperature):
     alone, _, _ = generate(1, target, near, "coupled", 24, lambda r, s: 4, temperature=temperature)
     assert alone[0] == plain[0]
     sampled = [
-        sampler.sample(target(tuple(plain[2][:at]))[None], [row(2, 1 + at, temperature)])[0]
+        sampler.sample(
+            target(tuple(plain[2][:at]))[None], Rows.of([row(2, 1 + at, temperature)], "cpu")
+        ).item()
         for at in range(24)
     ]
     assert plain[2] == sampled, "plain sampling is the sampler's"
@@ -335,7 +369,7 @@ def batch(seed=0, vocab=300, rule="rejection"):
             if slot:
                 some = [row(r, 9 + slot, temperature, top_k=20)]
                 mix = target((r, *ids)) + 0.4 * drafter((r, *ids))
-                token, given = verify.propose(mix[None], some, slot - 1, rule)
+                token, given = propose(mix[None], some, slot - 1, rule)
                 ids += token
                 scores.append(mix.double() if given is None else given[0])
             x.append(target((r, *ids)))
@@ -348,7 +382,7 @@ def one_by_one(x, rows, drafts, scores, rule):
     out, at, behind = [], 0, 0
     for ids in drafts:
         span, drawn = slice(at, at + len(ids) + 1), slice(behind, behind + len(ids))
-        out += verify.verify(x[span], rows[span], [ids], scores[drawn] if ids else None, rule)
+        out += judge(x[span], rows[span], [ids], scores[drawn] if ids else None, rule)
         at, behind = span.stop, drawn.stop
     return out
 
@@ -356,7 +390,7 @@ def one_by_one(x, rows, drafts, scores, rule):
 @pytest.mark.parametrize("rule", RULES)
 def test_a_ragged_batch_is_its_requests_one_by_one(rule, monkeypatch):
     some = [batch(seed, rule=rule) for seed in range(4)]
-    together = [verify.verify(*one, rule) for one in some]
+    together = [judge(*one, rule) for one in some]
     assert together == [one_by_one(*one, rule) for one in some]
     counts = {verdict.accepted for answers in together for verdict in answers}
     assert {0, 1, 5} <= counts
@@ -364,36 +398,34 @@ def test_a_ragged_batch_is_its_requests_one_by_one(rule, monkeypatch):
         for ids, verdict in zip(one[2], answers, strict=True):
             assert verdict.tokens[:-1] == tuple(ids[: verdict.accepted])
             assert len(verdict.tokens) == verdict.accepted + 1
-    monkeypatch.setattr(verify, "_BLOCK", 1000)
-    assert together == [verify.verify(*one, rule) for one in some], "blocks of requests show"
+    monkeypatch.setattr(sampler, "_BLOCK", 1000)
+    assert together == [judge(*one, rule) for one in some], "blocks of rows show"
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_broken_row_concerns_its_request_alone(rule):
     for seed in range(2):
         x, rows, drafts, scores = batch(seed, rule=rule)
-        fine = verify.verify(x, rows, drafts, scores, rule)
+        fine = judge(x, rows, drafts, scores, rule)
         at = 0
         for r, ids in enumerate(drafts):
             for slot in range(len(ids) + 1):
                 hurt = x.clone()
                 hurt[at + slot, 17] = math.nan if slot % 2 else math.inf
-                got = verify.verify(hurt, rows, drafts, scores, rule)
+                got = judge(hurt, rows, drafts, scores, rule)
                 assert got[:r] + got[r + 1 :] == fine[:r] + fine[r + 1 :]
                 if slot > fine[r].accepted:
                     assert got[r] == fine[r], "behind the deciding row nothing is looked at"
                 else:
-                    assert got[r] == verify.Verdict(slot, tuple(ids[:slot]), broken=True)
+                    assert got[r] == Verdict(slot, tuple(ids[:slot]), broken=True)
             at += len(ids) + 1
 
 
 def test_no_draft_is_plain_sampling():
     x, rows, drafts, scores = batch()
     starts = [0, *np.cumsum([len(ids) + 1 for ids in drafts])[:-1].tolist()]
-    plain = sampler.sample(x[starts], [rows[at] for at in starts])
-    got = verify.verify(
-        x[starts], [rows[at] for at in starts], [()] * len(drafts), None, "rejection"
-    )
+    plain = sampler.sample(x[starts], Rows.of([rows[at] for at in starts], "cpu")).tolist()
+    got = judge(x[starts], [rows[at] for at in starts], [()] * len(drafts), None, "rejection")
     assert [verdict.tokens for verdict in got] == [(token,) for token in plain]
 
 
@@ -407,10 +439,19 @@ def test_a_draft_of_minus_one_ends_the_block(rule):
                 given = [*ids[:slot], -1, *ids[slot + 1 :]]
                 span, drawn = slice(at, at + len(ids) + 1), slice(behind, behind + len(ids))
                 short = slice(at, at + slot + 1)
-                got = verify.verify(x[span], rows[span], [given], scores[drawn], rule)
-                cut = verify.verify(x[short], rows[short], [ids[:slot]], scores[drawn][:slot], rule)
+                got = judge(x[span], rows[span], [given], scores[drawn], rule)
+                cut = judge(x[short], rows[short], [ids[:slot]], scores[drawn][:slot], rule)
                 assert got == cut
             at, behind = at + len(ids) + 1, behind + len(ids)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_broken_drafter_before_a_broken_target(rule, temperature):
+    x, scores = torch.tensor([[math.nan, 0.0], [1.0, 0.0]]), torch.zeros(1, 2).double()
+    rows = [row(1, 4, temperature), row(1, 5, temperature)]
+    for given in (scores, None):
+        assert judge(x, rows, [[-1]], given, rule) == [Verdict(0, (), broken=True)]
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -418,11 +459,11 @@ def test_a_draft_of_minus_one_ends_the_block(rule):
 def test_a_broken_drafter_breaks_nothing(rule, temperature):
     x = torch.tensor([[0.0, 1.0, 2.0], [math.nan, 0.0, 0.0], [-math.inf, 0.0, 0.0]])
     rows = [row(1, 4, temperature), row(2, 4, temperature), row(3, 4, temperature)]
-    ids, scores = verify.propose(x, rows, 0, rule)
+    ids, scores = propose(x, rows, 0, rule)
     assert ids[0] >= 0 and ids[1:] == [-1, -1]
     whole = torch.zeros(6, 3)
     named = [one for r in rows for one in (r, row(r.seed, 5, temperature))]
-    got = verify.verify(whole, named, [[token] for token in ids], scores, rule)
+    got = judge(whole, named, [[token] for token in ids], scores, rule)
     assert [verdict.accepted for verdict in got[1:]] == [0, 0]
     assert not any(verdict.broken for verdict in got)
 
@@ -437,15 +478,13 @@ def test_what_is_forbidden_in_one_row_is_so_in_that_row(rule, temperature):
         drafts, scores = [], []
         for slot in range(5):  # the drafter does not know the rule
             some = [row(seed, 4 + slot, temperature)]
-            ids, given = verify.propose(x[:1], some, slot, rule)
+            ids, given = propose(x[:1], some, slot, rule)
             drafts += ids
             scores.append(x[0].double() if given is None else given[0])
         out = []
         while len(out) < 3:  # step by step, as nothing drafted at first can stand
             at = len(out)
-            (verdict,) = verify.verify(
-                x[at:], rows[at:], [drafts[at:]], torch.stack(scores[at:]), rule
-            )
+            (verdict,) = judge(x[at:], rows[at:], [drafts[at:]], torch.stack(scores[at:]), rule)
             out += verdict.tokens
         assert 0 not in out[:3]
         assert temperature or out == [1, 1, 1]
@@ -459,7 +498,7 @@ def test_nothing_allowed_is_broken():
             for draft in range(3):
                 scores = torch.full((1, 3), -30.0).double()
                 scores[0, draft] = 0.0
-                (verdict,) = verify.verify(x, rows, [[draft]], scores, rule)
+                (verdict,) = judge(x, rows, [[draft]], scores, rule)
                 assert verdict.broken == (verdict.accepted == 1)
                 assert len(verdict.tokens) == 1
 
@@ -476,7 +515,7 @@ def test_behind_the_end_of_a_grammar(rule, temperature):
         rows = [row(3, 4 + at, temperature, tuple(every - allowed[at])) for at in range(n + 1)]
         scores = torch.full((n, 5), -40.0).double()
         scores[range(n), drafts] = 0.0
-        (verdict,) = verify.verify(x[: n + 1], rows, [drafts], scores, rule)
+        (verdict,) = judge(x[: n + 1], rows, [drafts], scores, rule)
         stands = next((at for at, y in enumerate(drafts[:2]) if y != at ^ 1), min(n, 2))
         assert verdict.accepted == stands
         assert verdict.tokens == (1, 0)[: stands + 1]
@@ -518,5 +557,139 @@ def test_probabilities_are_softmax_and_do_not_see_neighbours():
 
 def test_rows_must_fit():
     x, rows, drafts, scores = batch()
-    with pytest.raises(ValueError, match="rows needed"):
-        verify.verify(x[1:], rows[1:], drafts, scores, "rejection")
+    with pytest.raises(ValueError, match="rows named"):
+        judge(x[1:], rows, drafts, scores, "rejection")
+
+
+def void(x, rows, drafts, seed):
+    """The same batch in other rows: more were allotted, some follow no request, and all of these
+    are not finite or would give another answer. Gives first, x, rows."""
+    generator = np.random.default_rng(seed)
+    first, out_x, out_rows, at = [], [], [], 0
+    for r in generator.permutation(len(drafts)):
+        at = sum(len(ids) + 1 for ids in drafts[:r])
+        first.append((r, len(out_rows)))
+        for row_ in range(at, at + len(drafts[r]) + 1):
+            out_x.append(x[row_])
+            out_rows.append(rows[row_])
+        for _ in range(generator.integers(0, 4)):
+            out_x.append(x[generator.integers(len(x))] * generator.choice([1.0, math.nan]))
+            out_rows.append(rows[generator.integers(len(rows))])
+    return torch.tensor([place for _, place in sorted(first)]), torch.stack(out_x), out_rows
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_void_rows_and_void_drafts_are_ignored(rule):
+    """Requests in any order of rows, more rows than shares, drafts behind the share, ids that look
+    right among them, scores that are no numbers, room for more tokens than drafts."""
+    for seed in range(4):
+        x, rows, drafts, scores = batch(seed, rule=rule)
+        wanted = judge(x, rows, drafts, scores, rule)
+        for more in range(3):
+            place, wide_x, wide_rows = void(x, rows, drafts, seed * 3 + more)
+            _, ids, shares, cells = laid_out(drafts, scores, x.shape[-1], 5 + more, junk=more - 1)
+            for r, ids_ in enumerate(drafts):
+                if len(ids_) < ids.shape[1]:  # what the target itself would choose there
+                    ids[r, len(ids_)] = wanted[r].tokens[-1]
+            for most in (6, 9):
+                got = verify.verify(
+                    wide_x, Rows.of(wide_rows, "cpu"), place, ids, shares, cells, rule, most
+                )
+                assert verify.verdicts(got) == wanted
+                rest = [[-1] * (most - len(verdict.tokens)) for verdict in wanted]
+                assert got.tokens.tolist() == [
+                    [*verdict.tokens, *some] for verdict, some in zip(wanted, rest, strict=True)
+                ]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_no_room_for_drafts_and_nobody_there(rule):
+    x, rows, drafts, _ = batch()
+    starts = torch.tensor([0, *np.cumsum([len(ids) + 1 for ids in drafts])[:-1].tolist()])
+    none = torch.zeros(len(drafts), dtype=torch.int64)
+    plain = sampler.sample(x, Rows.of(rows, "cpu"))[starts]
+    for wide in (0, 3):
+        ids = none[:, None].expand(-1, wide)
+        for scores in (None, torch.full((len(none), wide, x.shape[1]), math.nan).double()):
+            for most in (1, 4):
+                got = verify.verify(
+                    x, Rows.of(rows, "cpu"), starts, ids, none, scores, rule, most
+                )  # fmt: skip
+                assert got.tokens[:, 0].tolist() == plain.tolist()
+                assert (got.tokens[:, 1:] == -1).all() and not got.accepted.any()
+    got = verify.verify(x[:0], Rows.of([], "cpu"), none[:0], ids[:0], none[:0], None, rule, 4)
+    assert got.tokens.shape == (0, 4) and verify.verdicts(got) == []
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_requests_of_every_kind_in_one_batch(rule):
+    """Greedy, sampled, cut, penalised, biased and forbidding requests, one broken row: each as
+    alone."""
+    kinds = [
+        {"temperature": 0.0}, {}, {"temperature": 0.0, "logit_bias": {3: 4.0}}, {"top_p": 0.8},
+        {"repetition_penalty": 1.4, "presence_penalty": 0.3}, {"min_p": 0.1, "top_k": 30}, {},
+    ]  # fmt: skip
+    target, far = language(5, 60), language(6, 60)
+    x, rows, drafts, scores = [], [], [], []
+    for r, kind in enumerate(kinds):
+        params, ids = SamplingParams(**kind), []
+        for slot in range(4):
+            more = {"forbidden": (1, 2) if slot < 2 else (), "seen": (4, 5)} if r % 2 else {}
+            counts = {token: 1 for token in ids}
+            x.append(target((r, *ids)))
+            rows.append(Row(params, r, 8 + slot, counts=counts, **more))
+            if slot < 3:
+                mix = x[-1] + 0.3 * far((r, *ids))
+                some, given = propose(mix[None], rows[-1:], slot, rule)
+                ids += some
+                scores.append(mix.double() if given is None else given[0])
+        drafts.append(ids)
+    x, scores = torch.stack(x), torch.stack(scores)
+    x[6 * 4, 7] = math.nan
+    together = judge(x, rows, drafts, scores, rule)
+    assert together == one_by_one(x, rows, drafts, scores, rule)
+    assert together[6] == Verdict(0, (), broken=True)
+    assert sum(verdict.accepted for verdict in together) > 3
+
+
+def test_drafts_of_another_attempt_have_other_noise():
+    x = torch.zeros(4, 500)
+    rows = [Row(parameters(), 7, 5, attempt=attempt) for attempt in (0, 1, 2, 0)]
+    ids, scores = propose(x, rows, 2, "rejection")
+    assert ids[0] == ids[3] and len(set(ids)) == 3
+    for token, one in zip(ids, rows, strict=True):
+        stream = rng.key(7, 5, verify.draft_purpose(2, one.attempt))
+        assert token == int(np.argmax(scores[0].numpy() + rng.gumbel(stream, 500)))
+    assert len(set(propose(x, rows, 2, "coupled")[0])) == 1
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_host_waits_for_nothing(rule, monkeypatch):
+    monkeypatch.setattr(logits_module, "_readable", lambda x: False)
+    x, rows, drafts, scores = batch(rule=rule)
+    first, ids, shares, cells = laid_out(drafts, scores, x.shape[-1])
+    biased = [Row(parameters(), 3, 4, (1, 2)), *rows[1:]]
+    with no_sync("cpu"):
+        for some in (rows, biased):
+            named = Rows.of(some, "cpu")
+            verify.verify(x, named, first, ids, shares, cells, rule, 6)
+            verify.verify(x, named, first, ids[:, :0], shares * 0, None, rule, 6)
+            verify.propose(x, named, 1, rule)
+    with pytest.raises(RuntimeError), no_sync("cpu"):
+        verify.verdicts(verify.verify(x, named, first, ids, shares, cells, rule, 6))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("rule", RULES)
+def test_a_device_judges_as_the_host_and_is_not_waited_for(rule):
+    x, rows, drafts, scores = batch(rule=rule)
+    laid = laid_out(drafts, scores, x.shape[-1])
+    wanted = verify.verify(x, Rows.of(rows, "cpu"), *laid, rule, 6)
+    proposed = verify.propose(x, Rows.of(rows, "cpu"), 1, rule)[0]
+    there, named = [part.cuda() for part in (x, *laid)], Rows.of(rows, "cuda")
+    verify.verify(there[0], named, *there[1:], rule, 6)  # first uses may wait
+    with no_sync("cuda"):
+        got = verify.verify(there[0], named, *there[1:], rule, 6)
+        ids, _ = verify.propose(there[0], named, 1, rule)
+    assert verify.verdicts(got) == verify.verdicts(wanted)
+    assert ids.cpu().tolist() == proposed.tolist()

@@ -1,0 +1,320 @@
+"""The device half of a step: rows, model, verification and drafting, without waiting for any of it.
+
+A `Step` comes in, a `Flight` goes out, whose `Outcome` is there once the device got so far. Shapes
+follow from the plan alone and values stay in tensors, so that steps can be queued one behind the
+other (and, with fixed shapes, captured as a graph). It must not know text, stop strings or the
+scheduler's reasons.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch.nn.functional import pad
+
+from deepinfer.core.sequence import Sequence as Generation
+from deepinfer.core.step import Decoding, DraftRecord, Outcome
+from deepinfer.device.transfer import send
+from deepinfer.engine.assembly import Parts
+from deepinfer.engine.live import Drawing, Live
+from deepinfer.kvcache.live import LiveRows
+from deepinfer.sampling.logits import Row, Rows
+from deepinfer.scheduler.policy import Step
+from deepinfer.speculative import share
+from deepinfer.speculative.drafter import Drafted, draft
+from deepinfer.speculative.verify import verify
+
+Told = Callable[[Sequence[int]], Row]
+"""The sampling row of a request behind its newest token and these drafts."""
+
+
+@dataclass(slots=True)
+class Flight:
+    """A step on its way.
+
+    step: what runs, without what was left out of the plan. slots: of the requests that choose.
+    logits: as the runner gave them; chosen: the rows of them that choose; first: for each request
+    the one of these that gives its first token.
+    """
+
+    step: Step
+    slots: torch.Tensor
+    logits: torch.Tensor
+    chosen: torch.Tensor
+    first: torch.Tensor
+    marks: list[object]
+    done: object = None
+    copies: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class Clock:
+    """Times of points in the device's work, and waiting for the last of them."""
+
+    def __init__(self, device: torch.device, clock: Callable[[], float]) -> None:
+        self._device, self._clock = device, clock
+
+    def mark(self) -> object:
+        if self._device.type == "cpu":
+            return self._clock()
+        event = getattr(torch, self._device.type).Event(enable_timing=True)
+        event.record()
+        return event
+
+    def wait(self, mark: object) -> None:
+        """Until the device has passed a mark."""
+        if self._device.type != "cpu":
+            mark.synchronize()
+
+    def between(self, marks: Sequence[object]) -> tuple[float, float]:
+        """Seconds from the first mark to the second and from there to the last."""
+        first, second, last = marks[0], marks[1], marks[-1]
+        if self._device.type == "cpu":
+            return second - first, last - second
+        return first.elapsed_time(second) / 1e3, second.elapsed_time(last) / 1e3
+
+
+_NONE = torch.zeros(0, dtype=torch.int64)
+_NOBODY = {"tokens": _NONE[:, None], "counts": _NONE, "look": _NONE > 0, "broken": _NONE > 0,
+           "drafted": _NONE, "verified": _NONE, "accepted": _NONE}  # fmt: skip
+
+
+class Device:
+    """The live state of the running requests and the queue of steps on it.
+
+    watch: copy what a trace needs to the host too.
+    """
+
+    def __init__(self, parts: Parts, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._parts, self._rules = parts, parts.drafting
+        sizes = parts.sizes
+        device = torch.device(getattr(parts.runner, "device", "cpu"))
+        self.live = Live(
+            slots=sizes.slots,
+            pages=sizes.pages,
+            window_pages=sizes.window_pages,
+            page_tokens=sizes.page_tokens,
+            max_model_len=sizes.max_model_len,
+            drafts=self._rules.length if self._rules else 0,
+            device=device,
+        )
+        self.watch = False
+        self.clock = Clock(device, clock)
+        self._held: Drafted | None = None  # of the step before; None: nothing was drafted
+        self._order = torch.zeros(sizes.slots, dtype=torch.int64, device=device)
+
+    def forget(self) -> None:
+        """What was drafted is void."""
+        self._held = None
+
+    @torch.inference_mode()
+    def judge(
+        self,
+        step: Step,
+        drawing: Drawing,
+        told: Mapping[Generation, Told],
+    ) -> Flight:
+        """Run a step and choose its tokens.
+
+        told: requests whose rows depend on more than the device knows; with any of them the host
+        waits here.
+        """
+        live, plan, decoding = self.live, step.plan, step.plan.decoding
+        marks = [self.clock.mark()]
+        live.grow(plan.grown)
+        live.begin([self._begin(step.chunks[at][0]) for at in step.finishing])
+        rows, shares = self._rows(decoding)
+        logits = self._parts.runner.forward(plan, rows)
+        slots = live.slots(tuple([sequence.slot for sequence in step.choosing])
+                           if step.finishing else decoding.slots if decoding else ())  # fmt: skip
+        first, of, behind, chosen = self._choosing(step, rows, logits)
+        flight = Flight(step, slots, logits, chosen, first, marks)
+        columns = live.columns(slots[of], behind, drawing)
+        columns = self._changed(columns, step, told, first)
+        if step.finishing:
+            shares = torch.cat((shares, shares.new_zeros(len(step.finishing))))
+        made = self._held.ids.shape[1] if self._held else 0
+        most = min(decoding.drafts, made) if decoding else 0
+        found = self._verify(flight, columns, shares, most) if step.choosing else _NOBODY
+        marks.append(self.clock.mark())
+        self._copy(flight, found)
+        self._held = None
+        return flight
+
+    def _verify(
+        self, flight: Flight, columns: Rows, shares: torch.Tensor, most: int
+    ) -> dict[str, torch.Tensor]:
+        """Choose tokens and append them. What of it the host wants to know."""
+        live, slots = self.live, flight.slots
+        judged = verify(
+            flight.chosen,
+            columns,
+            flight.first,
+            live.drafts[slots, :most],
+            shares,
+            self._scores(slots, most),
+            self._rules.verify if self._rules else "coupled",  # without drafts all rules agree
+            most + 1,
+        )
+        counts = judged.accepted + torch.where(judged.broken, 0, 1)
+        counts, ended = live.take(slots, judged.tokens, counts)
+        found = {
+            "tokens": judged.tokens,
+            "counts": counts,
+            "look": ended | judged.broken,
+            "broken": judged.broken,
+        }
+        if self._rules:
+            made = live.made[slots] if self._held else torch.zeros_like(counts)
+            found |= {"drafted": made, "verified": shares, "accepted": judged.accepted}
+            if self.watch:
+                found |= {
+                    "ids": live.drafts[slots],
+                    "raw": live.raw[slots],
+                    "before": live.survivals[slots],
+                    "useful": torch.minimum(live.useful[slots], made),
+                }
+        return found
+
+    @torch.inference_mode()
+    def draft(self, flight: Flight, drawing: Drawing, told: Mapping[Generation, Told]) -> None:
+        """Draft for the requests that chose, for the step behind this one."""
+        live, slots, rules = self.live, flight.slots, self._rules
+        count = flight.step.plan.draft
+        length = live.length[slots]
+        made = (live.end[slots] - length - 1).clamp(0, count)
+
+        def rows(i: int, before: torch.Tensor) -> Rows:
+            columns = live.columns(slots, i, drawing)
+            if not told:
+                return columns
+            ids = before.tolist()
+            changed = {
+                at: told[sequence](ids[at])
+                for at, sequence in enumerate(flight.step.choosing)
+                if sequence in told
+            }
+            return replace(columns, changed=changed)
+
+        drafted = draft(
+            self._parts.runner.draft_block(slots, live.last[slots], length - 2, live.first[slots]),
+            live.last[slots], made, count, rules, rows, lambda ids: live.ends(slots, ids),
+        )  # fmt: skip
+        live.drafts[slots, :count] = drafted.ids
+        live.raw[slots, :count] = drafted.raw
+        live.survivals[slots] = pad(drafted.survivals, (0, live.width - count))
+        live.made[slots], live.useful[slots] = made, drafted.useful
+        self._order[slots] = torch.arange(len(slots), device=live.device)
+        self._held = drafted
+        flight.marks.append(self.clock.mark())
+        self._copy(flight, {"survivals": live.survivals[slots]} if rules.varlen else {})
+
+    def read(self, flight: Flight) -> Outcome:
+        """What a step gave, once the device has got so far."""
+        self.clock.wait(flight.done)
+        held = {name: tensor.numpy() for name, tensor in flight.copies.items()}
+        record = None
+        if "ids" in held:
+            record = DraftRecord(*(held.pop(name) for name in ("ids", "raw", "before", "useful")))
+        return Outcome(**held, drafts=record, seconds=self.clock.between(flight.marks))
+
+    def _begin(self, sequence: Generation) -> tuple[Generation, tuple[int, ...], int]:
+        params, plan = sequence.request.params, sequence.replay
+        stops = params.stop_token_ids if params.ignore_eos else (
+            *self._parts.eos_ids, *params.stop_token_ids
+        )  # fmt: skip
+        # A resume restores the windows of the backbone alone.
+        return sequence, stops, plan.rows_from(plan.layers - 1)
+
+    def _rows(self, decoding: Decoding | None) -> tuple[LiveRows | None, torch.Tensor]:
+        """Rows of the decoding requests, and how many drafts of each are verified [R]."""
+        live = self.live
+        if decoding is None:
+            return None, live.length[:0]
+        slots, drafts, extra = live.slots(decoding.slots), decoding.drafts, decoding.extra
+        none = torch.zeros_like(slots)
+        if not drafts:
+            return live.rows(slots, decoding.pages, none, 0, 0), none
+        may = live.may_stand(slots) if self._held else none
+        if not self._rules.varlen:
+            allotted = torch.full_like(slots, drafts)
+            shares = may
+            if self._rules.threshold is not None:
+                shares = share.cut(live.survivals[slots], self._rules.threshold)
+        else:
+            behind = torch.arange(live.width, device=live.device)
+            survivals = live.survivals[slots].masked_fill(behind >= may.unsqueeze(1), 0.0)
+            survivals = survivals[:, :drafts]
+            if decoding.whole:
+                whole = torch.isin(slots, live.slots(decoding.whole)).unsqueeze(1)
+                # More than any probability: they get what they have, and void rows too.
+                survivals = torch.where(whole, 2.0, survivals)
+            allotted, shares = share.split(survivals, extra)
+        shares = torch.minimum(shares, may).clamp_max(drafts)
+        return live.rows(slots, decoding.pages, allotted, extra, drafts), shares
+
+    def _choosing(
+        self, step: Step, rows: LiveRows | None, logits: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rows that choose: the first one of each request [C]; for each row its request and how
+        far it is behind that first [rows]; their logits [rows, vocab]."""
+        device, live = self.live.device, len(rows.of) if rows else 0
+        at, places = live, []
+        for number, chunk in enumerate(step.plan.chunks):
+            at += chunk.logits
+            if number in step.finishing:
+                places.append(at - 1)
+        several = len(places)
+        if at == live + several:  # every row of logits chooses
+            part = logits
+        else:
+            chosen = np.concatenate((np.arange(live), np.array(places, dtype=np.int64)))
+            [places] = send([chosen], device)
+            part = logits[places]
+        more = torch.arange(live, live + several, device=device)
+        if rows is None:
+            return more, more, torch.zeros_like(more), part
+        behind = rows.positions - rows.starts[rows.of]
+        if not several:
+            return rows.offsets, rows.of, behind, part
+        count = len(rows.slots)
+        of = torch.cat((rows.of, torch.arange(count, count + several, device=device)))
+        behind = torch.cat((behind, torch.zeros_like(more)))
+        return torch.cat((rows.offsets, more)), of, behind, part
+
+    def _changed(
+        self,
+        columns: Rows,
+        step: Step,
+        told: Mapping[Generation, Told],
+        first: torch.Tensor,
+    ) -> Rows:
+        if not told:
+            return columns
+        changed = {}
+        starts = first.tolist()
+        ends = [*starts[1:], len(columns.seed)]
+        for at, sequence in enumerate(step.choosing):
+            if sequence in told:
+                drafts = self.live.drafts[sequence.slot].tolist()
+                for row in range(starts[at], ends[at]):
+                    changed[row] = told[sequence](drafts[: row - starts[at]])
+        return replace(columns, changed=changed)
+
+    def _scores(self, slots: torch.Tensor, most: int) -> torch.Tensor | None:
+        if not most or self._held is None or self._held.scores is None:
+            return None
+        order = self._order[slots].clamp_max(len(self._held.scores) - 1)  # some have no drafts
+        return self._held.scores[order, :most]
+
+    def _copy(self, flight: Flight, found: Mapping[str, torch.Tensor]) -> None:
+        """Queue copies of what was found to the host."""
+        for name, tensor in found.items():
+            if tensor.device.type != "cpu":
+                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                tensor = host.copy_(tensor, non_blocking=True)
+            flight.copies[name] = tensor
+        flight.done = self.clock.mark()
