@@ -46,43 +46,67 @@ class Side(Protocol):
         """False: the same step goes on with another plan."""
 
 
-class Ours:
-    """`deepinfer.LLM` with the step loop of a whole engine: policy, prefix cache, answers, deltas.
-    The model and the choice of tokens are made up."""
+class Ready:
+    """Stands in for `engine.device.Device`: every step is over at once, each request that chooses
+    got one token."""
 
-    page, tokens = 128, 0
-
-    def __init__(self, requests: int) -> None:
+    def __init__(self) -> None:
         import torch
 
+        self.tokens = 0
+        self._logits = torch.zeros(1, VOCAB)
+        self._outcomes: dict[int, object] = {}
+
+    def judge(self, step: object, drawing: object, told: object) -> types.SimpleNamespace:
+        return types.SimpleNamespace(step=step, logits=self._logits)
+
+    def read(self, flight: types.SimpleNamespace) -> object:
+        count = len(flight.step.choosing)
+        self.tokens += count
+        if count not in self._outcomes:
+            self._outcomes[count] = _outcome(count)
+        return self._outcomes[count]
+
+    def forget(self) -> None: ...
+
+
+def _outcome(count: int) -> object:
+    import numpy as np
+
+    from deepinfer.core.step import Outcome
+
+    no = np.zeros(count, dtype=bool)
+    return Outcome(np.full((count, 1), SAID), np.ones(count, dtype=np.int64), no, no)
+
+
+class Ours:
+    """`deepinfer.LLM` with its whole step: policy, prefix cache, log, answers. The device half is
+    `Ready`."""
+
+    page = 128
+
+    def __init__(self, requests: int) -> None:
         from deepinfer.core.request import SamplingParams
         from deepinfer.engine import engine
         from deepinfer.engine.assembly import Parts, Sizes
         from deepinfer.kvcache.prefix import Reuse
         from deepinfer.replay.plan import ReplayRule
-        from deepinfer.speculative.proposal import Verdict
 
-        rows, verdict = torch.zeros(requests, VOCAB), Verdict(0, (SAID,))
-
-        class Runner:
-            def forward(self, plan: object) -> object:
-                return rows[: plan.logit_rows]
-
-        def verify(logits: object, asked: list, drafts: object, scores: object, rule: str) -> list:
-            self.tokens += len(asked)
-            return [verdict] * len(asked)
-
-        engine.verify = verify
         pages = (requests + 1) * -(-LIMIT // self.page)
         parts = Parts(
-            runner=Runner(), tokenizer=None, vocab_size=VOCAB, eos_ids=(EOS,),
+            runner=None, tokenizer=None, vocab_size=VOCAB, eos_ids=(EOS,), overlap=True,
             sizes=Sizes(requests, pages, self.page, LIMIT, LONG, LONG, window_pages=2 * requests),
             rule=ReplayRule(layers=40, boundary=20, window=128, mode="compact", keep=140),
             reuse=Reuse(identity=b"made up", context=2),
         )  # fmt: skip
-        self.llm = engine.LLM.from_parts(parts)
+        self.device = Ready()
+        self.llm = engine.LLM.from_parts(parts, device=self.device)
         self.call = engine._Call()
         self.params = SamplingParams
+
+    @property
+    def tokens(self) -> int:
+        return self.device.tokens
 
     def made(self, number: int, prompt: list[int], tokens: int) -> object:
         return self.llm._read([prompt], self.params(max_tokens=tokens, ignore_eos=True, seed=1))

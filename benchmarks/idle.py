@@ -49,9 +49,9 @@ class Load:
 
     requests: int = 64
     answer: int = 64
-    before: int = 6
-    timed: int = 40
-    watched: int = 8
+    before: int = 4
+    timed: int = 16
+    watched: int = 4
 
     def call(self, vocab: int, steady: bool) -> tuple[list[list[int]], list[SamplingParams]]:
         """Prompts and their parameters, enough for a window; steady: no answer ends in one."""

@@ -21,6 +21,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from benchmarks import measure, models
 from deepinfer.checkpoint.layout import open_checkpoint
 from deepinfer.core.request import Request, SamplingParams
@@ -31,7 +33,7 @@ from deepinfer.kvcache.prefix import Reuse
 from deepinfer.model import cost
 from deepinfer.model.config import ModelConfig
 from deepinfer.replay import ReplayRule
-from deepinfer.scheduler.policy import Policy
+from deepinfer.scheduler.policy import Policy, Step
 
 REQUESTS = 64
 SHORTEST, LONGEST = 1 << 10, 1 << 17
@@ -83,6 +85,8 @@ class Load:
             Reuse(context=config.engram_max_ngram_size - 1),
         )
         self.policy = Policy(self.prefix, slots=REQUESTS, max_rows=1 << 16, chunk=1 << 14)
+        self.landed: Step | None = None
+        self.ends: list[tuple[Sequence, int, int]] = []
 
     def arrive(self) -> None:
         """One more request."""
@@ -95,11 +99,26 @@ class Load:
     def step(self) -> None:
         """What the engine does around a forward pass, with a token of no meaning."""
         step = self.policy.next_step()
-        for chunk, sequence in zip(step.plan.chunks, step.sequences, strict=True):
-            self.prefix.advance(sequence, chunk.end)
-            if sequence.computed == len(sequence.tokens):
-                sequence.append(11 + sequence.order % 4000)
+        self._settle()
+        if step is None:
+            return
+        for (sequence, run), chunk in zip(step.chunks, step.plan.chunks, strict=True):
+            self.ends.append((sequence, run, chunk.end))
+        for sequence in step.choosing:
+            self.ends.append((sequence, sequence.preemptions, len(sequence.tokens)))
+            sequence.append(11 + sequence.order % 4000)
+        self.landed = step
         self.prefix.leaving()
+
+    def _settle(self) -> None:
+        """What the scheduler hears of a step, after the next one is planned."""
+        if self.landed is None:
+            return
+        self.policy.settle(self.landed, np.ones(len(self.landed.choosing), dtype=np.int64))
+        for sequence, run, end in self.ends:
+            if sequence.slot is not None and sequence.preemptions == run:
+                self.policy.advance(sequence, end)
+        self.landed, self.ends = None, []
 
     def leave(self) -> None:
         """A fifth of the running requests ends, whichever."""
@@ -109,7 +128,7 @@ class Load:
     @property
     def settled(self) -> bool:
         """Has every prompt been computed?"""
-        return not self.policy.waiting and all(s.pending == 1 for s in self.policy.running)
+        return not self.policy.waiting and all(s.generated for s in self.policy.running)
 
 
 def main() -> int:

@@ -97,9 +97,7 @@ def coupled(
     found = {}
     settings = {"off": {"mtp": 0}, "fixed": {}, "varlen": {"mtp_varlen": True}}
     for name, more in settings.items():
-        with LLM(
-            model, accelerator=accelerator, verify="coupled", max_num_seqs=256, **more
-        ) as llm:
+        with LLM(model, accelerator=accelerator, verify="coupled", max_num_seqs=256, **more) as llm:
             got = llm.generate(asked * seeds, params)
             found[name] = [one.token_ids for one in got]
         print(f"coupled: {name} done", flush=True)
@@ -138,9 +136,7 @@ def law(model: str | None, accelerator: str, draws: int) -> dict[str, object]:
     # Power: would tokens drawn at temperature 0.9 have been seen?
     with LLM(model, accelerator=accelerator, mtp=0, max_num_seqs=256) as llm:
         params = [
-            SamplingParams(
-                max_tokens=4, temperature=0.9, seq_seed=seed * 4 + 3, ignore_eos=True
-            )
+            SamplingParams(max_tokens=4, temperature=0.9, seq_seed=seed * 4 + 3, ignore_eos=True)
             for seed in range(draws)
         ]
         other = llm.generate([[*prompt, *first.token_ids]] * draws, params)

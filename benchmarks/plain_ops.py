@@ -20,7 +20,8 @@ from deepinfer.quant import Packed, codec
 
 NAME = "plain"
 _LIMIT = {"cpu": 32 << 20, "cuda": 1 << 30}  # bytes of gathered keys at once
-_PAIRS = 64  # up to so many (row, expert) pairs each pair takes its own matrix
+# Up to so many bytes each (row, expert) pair takes its own copy of the matrix, without waiting.
+_COPIES = {"cpu": 8 << 20, "cuda": 1 << 30}
 
 
 class Weight:
@@ -103,7 +104,7 @@ def moe(x, ids, weights, experts, shared, limit):
         h = _hidden(gate.to(x.dtype), up.to(x.dtype), limit, weight).to(x.dtype)
         return (codec.fp8_rounded(h) if quantised else h).to(w2.dtype)
 
-    if ids.numel() <= _PAIRS:
+    if ids.numel() * w1[0].numel() * w1.element_size() <= _COPIES.get(x.device.type, 0):
         chosen = ids.flatten()
         rows = left.repeat_interleave(k, 0).unsqueeze(-1)
         gate, up = ((w[chosen] @ rows).squeeze(-1) for w in (w1, w3))
@@ -133,7 +134,12 @@ def sparse_attention(
 ):
     keys, slots = window_format.decode(window), window_slots
     if entries is not None:
-        used, where = torch.unique(entry_slots.clamp_min(0), return_inverse=True)
+        used = entry_slots.clamp_min(0)
+        if q.device.type == "cpu":
+            used, where = torch.unique(used, return_inverse=True)
+        else:  # decoded as often as named, which waits for nothing
+            where = torch.arange(used.numel(), device=used.device).view_as(used)
+            used = used.flatten()
         where = torch.where(entry_slots < 0, -1, where + len(keys))
         keys = torch.cat((keys, entry_format.decode(entries[used])))
         slots = torch.cat((window_slots, where), 1)

@@ -142,7 +142,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         folder, name = models.folder(Path(scratch), asked.model)
         sides = {
-            path: Side(folder, asked.accelerator, path, max([1, *asked.batches]),
+            path: Side(folder, asked.accelerator, path, max([8, *asked.batches]),
                        max(asked.prefill, CHECKED))
             for path in ("invariant", "plain")
         }  # fmt: skip

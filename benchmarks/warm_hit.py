@@ -37,6 +37,7 @@ import torch
 from benchmarks import measure, models
 from deepinfer import LLM, SamplingParams
 from deepinfer.core.step import StepPlan
+from deepinfer.kvcache.live import LiveRows
 from deepinfer.kvcache.memory import StepMemory
 from deepinfer.replay.meter import Meter
 
@@ -183,8 +184,9 @@ def serve(folder: Path, cache: Path, length: int, library: str) -> None:
         select(self, *rest)
         select(self, *rest)
 
-    def nothing(plan: StepPlan) -> torch.Tensor:
-        return torch.zeros(plan.logit_rows, warm.config.vocab_size)
+    def nothing(plan: StepPlan, live: LiveRows | None = None) -> torch.Tensor:
+        rows = sum(chunk.logits for chunk in plan.chunks) + (0 if live is None else len(live.of))
+        return torch.zeros(rows, warm.config.vocab_size)
 
     runner = warm.llm.parts.runner
     for how, forward in ((select, runner.forward), (twice, runner.forward), (select, nothing)):
