@@ -230,3 +230,11 @@ def test_the_example_runs(tmp_path):
         env=environment, cwd=tmp_path, capture_output=True, timeout=240, check=True,
     )  # fmt: skip
     assert done.stdout.count(b"--- ") == 3 and b"def fibonacci(n):" in done.stdout
+
+
+def test_overlap_is_taken_where_steps_run_beside_the_host(tmp_path):
+    """On a cpu to queue a step is to run it: the plain loop, unless somebody asks."""
+    folder = t6.write(tmp_path / "m")
+    for asked, taken in (({}, False), ({"overlap": True}, True), ({"overlap": False}, False)):
+        with LLM(folder, **SMALL, **asked) as llm:
+            assert llm.parts.overlap is taken
