@@ -270,7 +270,7 @@ def test_one_that_was_preempted_resumes_from_what_it_left():
         st.tuples(st.integers(0, 30), st.integers(0, 12), st.integers(1, 12)), min_size=1,
         max_size=12,
     ),
-    st.integers(13, 20), st.integers(1, 6), st.integers(1, 24), st.integers(1, 24),
+    st.integers(14, 20), st.integers(1, 6), st.integers(1, 24), st.integers(1, 24),
     st.integers(0, 12),
 )  # fmt: skip
 def test_pressure_with_hits_ends_and_admits_what_fits(
