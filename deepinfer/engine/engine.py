@@ -158,6 +158,7 @@ class LLM:
         self._note_drawing()
         self._flight: Flight | None = None  # launched, not landed
         self._landed: deque[_Landed] = deque()  # landed, not settled
+        self._landing = 0  # 1 while a step's tokens are in the log and not all told
         self._leaving: list[Generation] = []  # ended, the scheduler has not heard of it
         # Of these, the last step counts for nothing: it may not have landed yet.
         self._aborted: set[Generation] = set()
@@ -488,10 +489,12 @@ class LLM:
                 self._take_chunk(chunk, logits, *self._running[sequence], run, landed)
             rows += chunk.logits
         judged: list[tuple[int, Generation, int, int, bool]] = []
+        self._landing = 1
         for at in self._log.write(self._slots(step), outcome):
             running = self._running.get(step.choosing[at])
             if running:
                 self._deliver(flight, at, *running, landed, judged, now)
+        self._landing = 0
         if self._planner:
             if self._planner.watch and judged:
                 self._planner.record(step, outcome, judged)
@@ -593,9 +596,10 @@ class LLM:
         self._log.tell[answer.slot] = 0 if answer.followed else min(next_page, sequence.request.end)
 
     def _catch_up(self, answer: Answer) -> None:
-        """Read what an answer got so far, before its slot is another's."""
+        """Read what an answer got so far, before its slot is another's; but not of a step that
+        broke off while it landed: nobody has looked whether it ends there."""
         if answer.slot is not None:
-            self._append(answer, self._log.read(answer.slot))
+            self._append(answer, self._log.read(answer.slot, but=self._landing))
             answer.slot = None
 
     def _append(self, answer: Answer, entry: Entry) -> None:
@@ -644,7 +648,7 @@ class LLM:
         steps that have landed left for all to find."""
         for answer, _ in self._running.values():
             self._catch_up(answer)
-        self._flight = None
+        self._flight, self._landing = None, 0
         self._settle()
         self._policy.drop()
         self._policy.preempted.clear()

@@ -66,7 +66,8 @@ class TokenLog:
 
         Of these each gave one token where nothing is drafted: only the last can have given none.
         """
-        since, end = self._since[slot], self._at - but
+        since = self._since[slot]
+        end = max(since, self._at - but)
         self._since[slot] = self._at
         if self._most == 1:
             column = self._tokens[:, slot, 0]

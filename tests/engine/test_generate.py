@@ -14,6 +14,7 @@ import torch
 from deepinfer.core.request import SamplingParams
 from deepinfer.engine.engine import LLM
 from deepinfer.errors import UsageError
+from deepinfer.sampling import sampler
 from deepinfer.tokenizer.tokenizer import Tokenizer
 from tests.engine.fakes import (
     BOS,
@@ -589,3 +590,28 @@ def test_warnings_reach_the_caller():
     assert lines == ["something odd"]
     with pytest.warns(UserWarning, match="something odd"):
         LLM.from_parts(parts)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_landing_that_breaks_off_loses_no_end(overlap, monkeypatch):
+    """An error while one answer is told; the one behind it got its last token in that very step."""
+    ends = {1: 7, 3: 6}  # the first prompt is a step ahead
+    llm = engine(
+        lambda prefix: one_hot(EOS if len(prefix) == ends[prefix[0]] else 7), overlap=overlap
+    )
+    first = llm.stream([[1, 2]], SamplingParams(temperature=0, max_tokens=9, logprobs=0))
+    second = llm.stream([[3, 4]], SamplingParams(temperature=0, max_tokens=9))
+    next(first)
+    got = [*next(second).token_ids]
+    real = sampler.logprobs
+
+    def fails(logits, targets, tops):
+        if EOS in targets:
+            raise RuntimeError("told halfway")
+        return real(logits, targets, tops)
+
+    monkeypatch.setattr(sampler, "logprobs", fails)
+    with pytest.raises(RuntimeError, match="halfway"):
+        list(first)
+    got += [token for delta in second for token in delta.token_ids]
+    assert tuple(got) == (7, 7, 7, 7, EOS) and idle(llm)
