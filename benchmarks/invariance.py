@@ -2,11 +2,11 @@
 prompt beside random neighbours are one output.
 
 Matrix: batch 1 to 64 x three orders x row budgets x chunks x prefix hit or cold x speculation off,
-fixed and varlen; prompts greedy and seeded at temperature 1. `--cells` of its cells are tried, such
-that pairs of values are covered (0: all of them); a cell is equal if ids and log-probability bits
-of every request are those of its run alone. Repeats: two prompts, one greedy and one seeded, again
-and again at random places among neighbours that are new each time, with drafts. Control: the same
-cells over plain torch matmuls, which must differ.
+fixed and varlen; prompts greedy and seeded at temperature 1. `--cells` of its cells are tried: the
+first 192 hold every pair of values (0: all 10,368). A cell is equal if ids and log-probability bits
+of every request are those of its run alone. `--share 2/8` tries every eighth of them. Repeats: two
+prompts, one greedy and one seeded, again and again at random places among neighbours that are new
+each time, with drafts. Control: the same cells over plain torch matmuls, which must differ.
 
     python -m benchmarks.invariance --cells 40 --repeats 200            # two cores, half an hour
     python -m benchmarks.invariance --accelerator nvidia --out invariance-h200.json
@@ -36,11 +36,13 @@ def said(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def matrix(llm: LLM, count: int, prompts: int, tokens: int) -> dict[str, object]:
+def matrix(
+    llm: LLM, count: int, share: tuple[int, int], prompts: int, tokens: int
+) -> dict[str, object]:
     """One record of the matrix."""
     check = Check(llm, subjects(llm, prompts, tokens))
     whole = check.possible(Matrix())
-    cells = whole.sample(count) if count else whole.cells()
+    cells = whole.sample(count or len(whole.cells()))[share[0] - 1 :: share[1]]
     start = time.perf_counter()
     report = check.run(
         cells,
@@ -52,7 +54,8 @@ def matrix(llm: LLM, count: int, prompts: int, tokens: int) -> dict[str, object]
         said(str(failure))
     return measure.record(
         "C6 equal cells", [equal / report.cells], "share", correct=report.invariant,
-        cells=report.cells, cells_equal=equal, cells_in_matrix=report.of,
+        share=f"{share[0]}/{share[1]}", sample=count, cells=report.cells, cells_equal=equal,
+        cells_in_matrix=report.of,
         pairs_of_values=pairs_of(cells), pairs_in_matrix=whole.pairs(), prompts=prompts,
         tokens=tokens, requests=report.requests, requests_resumed=report.resumed,
         drafts_accepted=report.accepted, failures=[f.as_json() for f in report.failures],
@@ -117,7 +120,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("-m", "--model", help="a checkpoint folder; default: the embedded one")
     parser.add_argument("--accelerator", default="cpu", choices=("cpu", "nvidia"))
-    parser.add_argument("--cells", type=int, default=400, help="cells to try; 0: all of them")
+    parser.add_argument("--cells", type=int, default=192, help="cells to try; 0: all of them")
+    parser.add_argument("--share", default="1/1", help="of the cells, for several processes")
     parser.add_argument("--prompts", type=int, default=16, help="distinct; larger batches repeat")
     parser.add_argument("--tokens", type=int, default=6, help="of each answer in the matrix")
     parser.add_argument("--repeats", type=int, default=1000, help="of each of the two prompts")
@@ -135,7 +139,8 @@ def main() -> int:
         with LLM(folder, **settings) as llm:
             if asked.repeats:
                 entries += repeats(llm, asked.repeats, asked.answer)
-            entries.append(matrix(llm, asked.cells, asked.prompts, asked.tokens))
+            share = tuple(map(int, asked.share.split("/")))
+            entries.append(matrix(llm, asked.cells, share, asked.prompts, asked.tokens))
     for entry in entries:
         entry["model"] = name
     measure.table(

@@ -70,18 +70,18 @@ class Matrix:
         return [Cell(*values) for values in itertools.product(*self._axes)]
 
     def sample(self, count: int) -> list[Cell]:
-        """At most `count` cells, always the same ones: each the best of some random ones at adding
-        pairs of values that no cell before it had."""
-        draw, chosen, seen = random.Random(count), {}, set()
-        whole = self.cells()
-        if count >= len(whole):
-            return whole
-        while len(chosen) < count:
-            some = [Cell(*(draw.choice(axis) for axis in self._axes)) for _ in range(64)]
-            best = max(some, key=lambda cell: (cell not in chosen, len(_pairs(cell) - seen)))
-            chosen[best] = None
-            seen |= _pairs(best)
-        return list(chosen)
+        """`count` cells, always the same ones and all if there are no more: random ones behind the
+        fewest that hold every pair of values with a batch, in random order."""
+        draw, whole = random.Random(0), self.cells()
+        batches, *others = self._axes
+        most = max(map(len, others))
+        first = []
+        for batch in batches:
+            columns = [itertools.cycle(draw.sample(axis, len(axis))) for axis in others]
+            first += [Cell(batch, *map(next, columns)) for _ in range(most)]
+        draw.shuffle(first)
+        draw.shuffle(whole)
+        return list(dict.fromkeys(first + whole))[:count]
 
     def pairs(self) -> int:
         """How many pairs of values of two axes there are."""

@@ -37,10 +37,10 @@ def checked(floats):
 @pytest.mark.parametrize("speculation", invariance.SPECULATION)
 def test_the_matrix_on_t6(checked, speculation):
     matrix = Matrix((1, 2, 9, 64), budgets=(24, None), chunks=(7, None), speculation=(speculation,))
-    cells = matrix.sample(5)
+    cells = matrix.sample(8)
     report = checked.run(cells, len(matrix.cells()))
     assert report.invariant and not report.failures, report.failures[0]
-    assert report.cells == 5 and report.of == 4 * 3 * 2 * 2 * 2
+    assert report.cells == 8 and report.of == 4 * 3 * 2 * 2 * 2
     assert report.requests == sum(cell.batch for cell in cells)
     assert report.resumed > 10, "prefix hits were hits"
     assert (report.accepted > 0) == (speculation != "off")
@@ -57,11 +57,12 @@ def test_samples_cover_pairs_of_values():
     matrix = Matrix((1, 2, 7, 64))
     whole = matrix.cells()
     assert len(whole) == 4 * 3 * 3 * 3 * 2 * 3 == len(set(whole))
-    some = matrix.sample(30)
-    assert len(set(some)) == 30 and set(some) <= set(whole) and some == matrix.sample(30)
+    some = matrix.sample(12)
+    assert len(set(some)) == 12 and set(some) <= set(whole) and some == matrix.sample(12)
     assert invariance.pairs_of(whole) == matrix.pairs()
-    assert invariance.pairs_of(some) >= 0.95 * matrix.pairs()
-    assert matrix.sample(10**6) == whole
+    assert invariance.pairs_of(some) >= 0.9 * matrix.pairs()
+    assert invariance.pairs_of(Matrix().sample(192)) == Matrix().pairs()
+    assert set(matrix.sample(10**6)) == set(whole)
 
 
 def test_what_an_engine_cannot_do_is_left_out(tmp_path):
