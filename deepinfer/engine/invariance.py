@@ -113,7 +113,8 @@ class Subject:
 @dataclass(frozen=True)
 class Failure:
     """A request that is not as alone. prompt: which subject; token: the first that differs, or
-    whose log-probabilities do; difference: where it began, sought for the first failure only."""
+    whose log-probabilities do; difference: where it began, sought for the first failure only.
+    alone: the code of the error that the run alone ended in, with which nothing can be compared."""
 
     cell: Cell
     prompt: int
@@ -121,15 +122,20 @@ class Failure:
     what: str
     difference: Difference | None = None
     sought: bool = False
+    alone: str | None = None
 
     def as_json(self) -> dict[str, object]:
         out = {**dataclasses.asdict(self.cell), "prompt": self.prompt, "token": self.token}
         out["what"] = self.what
+        if self.alone is not None:
+            out["alone"] = self.alone
         if self.difference is not None:
             out |= dataclasses.asdict(self.difference)
         return out
 
     def __str__(self) -> str:
+        if self.alone is not None:
+            return f"{self.cell}: prompt {self.prompt} has no answer alone ({self.alone})"
         text = f"{self.cell}: prompt {self.prompt} has other {self.what} at token {self.token}"
         if self.difference is not None:
             return f"{text}; first differing op: {self.difference}"
@@ -197,7 +203,7 @@ class Check:
 
     def __init__(self, llm: LLM, asked: Sequence[Subject]) -> None:
         self.llm, self.subjects = llm, tuple(asked)
-        self._alone: dict[int, tuple[object, ...]] = {}
+        self._alone: dict[int, tuple[object, ...] | str] = {}
 
     def possible(self, matrix: Matrix) -> Matrix:
         """The matrix without what this engine cannot do."""
@@ -228,8 +234,11 @@ class Check:
                     progress(cell, report.cells, len(cells))
                     self._try(llm, cell, report)
         if report.failures:  # the plainest composition that fails is explained
-            report.failures.sort(key=lambda f: (f.cell.hit, f.cell.speculation, f.cell.batch))
-            report.failures[0] = self._explained(report.failures[0])
+            report.failures.sort(
+                key=lambda f: (f.alone is not None, f.cell.hit, f.cell.speculation, f.cell.batch)
+            )
+            if report.failures[0].alone is None:
+                report.failures[0] = self._explained(report.failures[0])
         return report
 
     def _try(self, llm: LLM, cell: Cell, report: Report) -> None:
@@ -238,7 +247,11 @@ class Check:
             report.requests += 1
             report.resumed += result.usage.cached_tokens > 0
             report.accepted += (result.speculation or {}).get("accepted", 0)
-            found = _differs(self._reference(member), _bits(result))
+            alone = self._reference(member)
+            if isinstance(alone, str):
+                report.failures.append(Failure(cell, member, 0, "answer", alone=alone))
+                return
+            found = _differs(alone, _bits(result))
             if found is not None:
                 report.failures.append(Failure(cell, member, *found))
                 return
@@ -256,12 +269,12 @@ class Check:
         asked = [self.subjects[member] for member in members]
         return llm.generate([list(s.tokens) for s in asked], [s.params for s in asked])
 
-    def _reference(self, member: int) -> tuple[object, ...]:
-        """The bits of a subject alone: cold, whole, without speculation."""
+    def _reference(self, member: int) -> tuple[object, ...] | str:
+        """The bits of a subject alone: cold, whole, without speculation; the code of its error."""
         if member not in self._alone:
             with self._engine(Cell(1)) as llm:
                 [result] = self._generate(llm, [member])
-            self._alone[member] = _bits(result)
+            self._alone[member] = _bits(result) if result.error is None else result.error.code
         return self._alone[member]
 
     def _engine(self, cell: Cell) -> LLM:

@@ -147,3 +147,14 @@ def test_a_difference_outside_the_ops_is_no_op_s_fault(checked, monkeypatch):
     assert failure.sought and failure.difference is None
     assert str(failure).endswith("no op differs on equal inputs")
     checked._alone.clear()
+
+
+def test_runs_alone_that_fail_prove_nothing(floats):
+    """Every answer is the same error: nothing was compared, so nothing was kept."""
+    with LLM(floats, **CUT, kv_cache_tokens=4, mtp=0) as llm:
+        report = Check(llm, invariance.subjects(llm, 3, tokens=3)).run([Cell(1), Cell(3)])
+    assert not report.invariant and len(report.failures) == 2
+    assert str(report.failures[0]) == (
+        "1 forward, cold, speculation off: prompt 0 has no answer alone (kv-too-small)"
+    )
+    assert report.as_json()["failures"][0]["alone"] == "kv-too-small"
