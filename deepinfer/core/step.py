@@ -133,7 +133,8 @@ class Outcome:
     With drafts, int64 [C]: drafted, how many it had; verified, how many of them the target looked
     at; accepted, how many stand.
     ``drafts`` of this step (None: not asked for) are what was verified, ``survivals`` float64 [C,
-    K] of what was drafted for the next one. seconds: of the target's pass, and of drafting.
+    K] of what was drafted for the next one. seconds: of the target's pass, and of
+    drafting; None: it did not run.
     """
 
     tokens: np.ndarray
@@ -145,7 +146,7 @@ class Outcome:
     accepted: np.ndarray | None = None
     drafts: DraftRecord | None = None
     survivals: np.ndarray | None = None
-    seconds: tuple[float, float] = (0.0, 0.0)
+    seconds: tuple[float, float | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)

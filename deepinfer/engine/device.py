@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -69,12 +70,13 @@ class Clock:
         if self._device.type != "cpu":
             mark.synchronize()
 
-    def between(self, marks: Sequence[object]) -> tuple[float, float]:
-        """Seconds from the first mark to the second and from there to the last."""
-        first, second, last = marks[0], marks[1], marks[-1]
-        if self._device.type == "cpu":
-            return second - first, last - second
-        return first.elapsed_time(second) / 1e3, second.elapsed_time(last) / 1e3
+    def between(self, marks: Sequence[object]) -> tuple[float, float | None]:
+        """Seconds from the first mark to the second and from there to the third, if there is."""
+        spans = [self._span(*pair) for pair in pairwise(marks)]
+        return spans[0], spans[1] if len(spans) > 1 else None
+
+    def _span(self, first: object, last: object) -> float:
+        return last - first if self._device.type == "cpu" else first.elapsed_time(last) / 1e3
 
 
 _NONE = torch.zeros(0, dtype=torch.int64)

@@ -91,11 +91,8 @@ class Planner:
             drafted = {sequence.order: tuple(rows[at].tolist()) for at, sequence in going_on}
             if drafted:
                 self._schedule.learn(step.number, drafted)
-        pure = not step.chunks
-        if pure and step.decoding:
-            target, rest = outcome.seconds
-            drafting = rest if step.plan.draft else None
-            self.times.observe(step.plan.rows, len(step.decoding), target, drafting)
+        if outcome.seconds and not step.chunks:
+            self.times.observe(step.plan.rows, len(step.decoding), *outcome.seconds)
 
     def record(
         self,
@@ -138,7 +135,7 @@ class Planner:
                     target_id=int(outcome.tokens[at, accepted]) if own else None,
                     rows=step.plan.rows,
                     requests=len(judged),
-                    ms=sum(outcome.seconds) * 1e3,
+                    ms=sum(filter(None, outcome.seconds or ())) * 1e3,
                     time_ms=times,
                 )
             )

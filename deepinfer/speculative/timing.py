@@ -149,15 +149,20 @@ class StepTimes:
         self.since: float | None = None
 
     def observe(self, rows: int, requests: int, target: float, rest: float | None) -> None:
-        """Add a step. Seconds of the target's pass, and of all else (None: nothing was drafted)."""
-        self.target.observe(rows, target)
-        if rest is not None:
+        """Add a step. Seconds of the target's pass, and of all else (None: nothing was drafted).
+
+        A clock that says 0 has measured nothing.
+        """
+        if target > 0:
+            self.target.observe(rows, target)
+        if rest is not None and rest > 0:
             self.rest.observe(requests, rest)
         self.fresh = True
 
     def __call__(self, rows: int, requests: int) -> float:
         """Seconds, always > 0: one before anything was measured, whatever the rows."""
-        return (self.target(rows) + self.rest(requests)) or 1.0
+        seconds = self.target(rows) + self.rest(requests)
+        return seconds if seconds > 0 else 1.0
 
     def knows(self, rows: int) -> bool:
         """Is the time of so many rows measured, not guessed?"""
@@ -249,7 +254,7 @@ def _fill(curve: Curve, samples: Mapping[str, list[float]]) -> None:
         if int(count) < 1 or not some:
             raise ValueError("no count")
         for seconds in some:
-            if _finite(seconds) < 0:
+            if _finite(seconds) <= 0:
                 raise ValueError("no duration")
             curve.observe(int(count), float(seconds))
 

@@ -981,3 +981,19 @@ def test_closing_the_engine_keeps_the_step_times():
     assert len(kept) == 1 and kept[0].target.samples and kept[0].rest.samples
     with pytest.raises(UsageError):
         llm.trace([[1]], greedy())
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_did_not_run_took_no_time(overlap):
+    """Answers end while a step with their drafts is planned: it is never run, nothing is drafted
+    behind their last tokens, and neither is learned."""
+    llm = engine(
+        says(5, 6, 7, start=2), draft=lambda prefix, i: (one_hot(9), 3.0),
+        rules=DraftRules(3, "coupled"), overlap=overlap,
+    )  # fmt: skip
+    for _ in range(3):
+        llm.generate([[1, 2]], SamplingParams(max_tokens=20, temperature=0))
+    times = llm.parts.times
+    samples = [value for some in times.target.samples.values() for value in some]
+    assert samples and all(samples)
+    assert all(value for some in times.rest.samples.values() for value in some)

@@ -429,6 +429,12 @@ def test_an_unknown_curve_takes_rows_to_be_free_so_that_they_get_measured():
     assert schedule.budget(values, 2, times, times.noise, knows=times.knows) == 10
 
 
+def test_no_time_is_not_learned():
+    times = StepTimes()
+    times.observe(4, 1, 0.0, 0.0)
+    assert not times.target.samples and not times.rest.samples and times(4, 1) == 1.0
+
+
 def filled():
     times = StepTimes()
     for rows in (1, 8, 40):
@@ -467,6 +473,7 @@ DAMAGE = {
     "another model": lambda text: text.replace("model", "mouse"),
     "no number": lambda text: text.replace("0.25", "NaN"),
     "below zero": lambda text: text.replace("0.25", "-0.25"),
+    "no time at all": lambda text: text.replace("0.25", "0.0"),
     "a text": lambda text: text.replace("0.25", '"0.25"'),
     "no count": lambda text: text.replace('"8"', '"eight"'),
     "no samples": lambda text: text.replace('"target": {', '"target": {"3": [], '),
