@@ -116,7 +116,6 @@ class Ours:
 
     def plan(self) -> None:
         self.llm._step()
-        self.call.deltas.clear()
 
     def sampled(self, plan: None) -> None: ...
     def commit(self, plan: None, sampled: None) -> bool:

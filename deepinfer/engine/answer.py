@@ -37,7 +37,8 @@ class Answer:
     replayed: rows run again to refill windows after it; recomputed: other rows run again.
     keep_rows: collect the logits of every row in `kept`. counts: of its drafts. slot: where its
     tokens are found while it decodes. followed: it is read after every step; told: what chooses its
-    tokens depends on those before. Times are clock readings in seconds.
+    tokens depends on those before. ended: why its newest token is the last one. Times are clock
+    readings in seconds.
     """
 
     sequence: Generation
@@ -59,7 +60,9 @@ class Answer:
     slot: int | None = None
     followed: bool = False
     told: bool = False
+    ended: FinishReason | None = None
     result: Completion | None = None
+    _delivered: tuple[int, int, int] = (0, 0, 0)  # tokens, pieces of text, log-probabilities
     _late: list[int] = field(default_factory=list)  # tokens whose text was not made yet
 
     def __post_init__(self) -> None:
@@ -148,10 +151,8 @@ class Answer:
             self.pieces.append(self.text.push(token))
         self._late.clear()
 
-    def take(
-        self, token: int, logprob: TokenLogprob | None, now: float
-    ) -> tuple[str, FinishReason | None]:
-        """Append a token. The text it makes certain, and the reason if it is the last one."""
+    def take(self, token: int, logprob: TokenLogprob | None, now: float) -> bool:
+        """Append a token and the text it makes certain. Is it the last one (`ended`)?"""
         sequence, params = self.sequence, self.sequence.request.params
         if self._late:
             self._make_text()
@@ -161,20 +162,20 @@ class Answer:
         if logprob is not None:
             self.logprobs.append(logprob)
         if self.ends(token):
-            return "", FinishReason.STOP
-        text = self.text.push(token, may_stop=sequence.generated >= params.min_tokens)
-        self.pieces.append(text)
+            self.ended = FinishReason.STOP
+            return True
+        may_stop = sequence.generated >= params.min_tokens
+        self.pieces.append(self.text.push(token, may_stop=may_stop))
         if self.text.stopped:
-            return text, FinishReason.STOP
-        if sequence.generated == sequence.request.max_new:
-            return text, FinishReason.LENGTH
-        return text, None
+            self.ended = FinishReason.STOP
+        elif sequence.generated == sequence.request.max_new:
+            self.ended = FinishReason.LENGTH
+        return self.ended is not None
 
-    def finish(self, reason: FinishReason, now: float, problem: DeepinferError | None) -> str:
-        """Make the result; returns the text that was still held back."""
+    def finish(self, reason: FinishReason, now: float, problem: DeepinferError | None) -> None:
+        """Make the result, with the text that was still held back."""
         self._make_text()
-        text = self.text.finish()
-        self.pieces.append(text)
+        self.pieces.append(self.text.finish())
         sequence, request = self.sequence, self.sequence.request
         params = request.params
         self.result = Completion(
@@ -205,17 +206,23 @@ class Answer:
             ),
             error=Problem.of(problem) if problem else None,
         )
-        return text
 
-    def delta(
-        self, ids: tuple[int, ...] = (), text: str = "", logprobs: tuple[TokenLogprob, ...] = ()
-    ) -> TokenDelta:
-        """The next stream event; it carries the result once there is one."""
-        request = self.sequence.request
+    def delta(self) -> TokenDelta:
+        """The next stream event: all that none before had, and the result once there is one."""
+        self._make_text()
+        sequence, request = self.sequence, self.sequence.request
+        tokens, pieces, logprobs = self._delivered
         asked = request.params.logprobs is not None
-        return TokenDelta(
-            request.index, request.sample, ids, text, logprobs if asked else None, self.result
+        delta = TokenDelta(
+            request.index,
+            request.sample,
+            tuple(sequence.tokens[sequence.prompt_tokens + tokens :]),
+            "".join(self.pieces[pieces:]),
+            tuple(self.logprobs[logprobs:]) if asked else None,
+            self.result,
         )
+        self._delivered = sequence.generated, len(self.pieces), len(self.logprobs)
+        return delta
 
     def _since(self, moment: float | None) -> float | None:
         """Milliseconds from submission to `moment`."""

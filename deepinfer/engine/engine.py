@@ -186,7 +186,6 @@ class LLM:
             self._submit(call, asked)
             while call.open:
                 self._step()
-                call.deltas.clear()
         finally:
             self._withdraw(call)
         return [answer.result for answer in call.answers]
@@ -353,11 +352,10 @@ class LLM:
         answer: Answer,
         call: _Call,
         reason: FinishReason,
-        told: tuple[tuple[int, ...], str, tuple[TokenLogprob, ...]] = ((), "", ()),
         problem: DeepinferError | None = None,
     ) -> None:
-        """Make the result and tell the caller (ids, text and log-probabilities of the last tokens,
-        if any). The memory is given back when the scheduler hears of it."""
+        """Make the result and tell the caller. The memory is given back when the scheduler hears
+        of it."""
         sequence = answer.sequence
         if self._running.pop(sequence, None):
             self._kinds.subtract(answer.kinds)
@@ -367,10 +365,10 @@ class LLM:
             self._policy.remove(sequence)
         else:
             self._leaving.append(sequence)
-        ids, text, logprobs = told
-        text += answer.finish(reason, self._clock(), problem)
+        answer.finish(reason, self._clock(), problem)
         call.open -= 1
-        call.deltas.append(answer.delta(ids, text, logprobs))
+        if call.streams:
+            call.deltas.append(answer.delta())
 
     # one step
 
@@ -559,31 +557,21 @@ class LLM:
         chosen = outcome.tokens[at, : outcome.counts[at]].tolist()
         decoding, position = sequence.generated > 0, len(sequence.tokens)
         logprobs = _logprobs(flight, at, chosen, sequence.request.params.logprobs)
-        ids: list[int] = []
-        text, reason = "", None
-        for token, logprob in zip_longest(chosen, logprobs):
-            more, reason = answer.take(token, logprob, now)
-            ids.append(token)
-            text += more
-            if reason is not None:
-                break
+        ended = any(answer.take(*pair, now) for pair in zip_longest(chosen, logprobs))
+        taken = len(sequence.tokens) - position
         if decoding and self._planner:
-            ended = reason is not None
             drafts = outcome.drafted, outcome.verified, outcome.accepted
-            answer.counts.add(*(int(column[at]) for column in drafts), len(ids), ended)
-            judged.append((at, sequence, position, len(ids), ended))
-        told = tuple(ids), text, tuple(logprobs[: len(ids)])
-        if outcome.broken[at] and reason is None:
-            if ids:
-                call.deltas.append(answer.delta(*told))
-            row = flight.chosen[int(flight.first[at]) + len(ids)]
+            answer.counts.add(*(int(column[at]) for column in drafts), taken, ended)
+            judged.append((at, sequence, position, taken, ended))
+        if outcome.broken[at] and not ended:
+            row = flight.chosen[int(flight.first[at]) + taken]
             self._fail(answer, call, row, landed)
             return
         self._go_on(answer, landed)
-        if reason is not None:
-            self._finish(answer, call, reason, told)
+        if ended:
+            self._finish(answer, call, answer.ended)
         elif call.streams:
-            call.deltas.append(answer.delta(*told))
+            call.deltas.append(answer.delta())
 
     def _go_on(self, answer: Answer, landed: _Landed) -> None:
         """All but the newest token of an answer is in memory; when must it be read again? At the
@@ -646,8 +634,10 @@ class LLM:
     def _start_afresh(self) -> None:
         """Memory is half written or half planned: whoever goes on is computed again, but for what
         steps that have landed left for all to find."""
-        for answer, _ in self._running.values():
+        for answer, call in list(self._running.values()):
             self._catch_up(answer)
+            if answer.ended:  # it was told its last token, but not that it is over
+                self._finish(answer, call, answer.ended)
         self._flight, self._landing = None, 0
         self._settle()
         self._policy.drop()

@@ -615,3 +615,32 @@ def test_a_landing_that_breaks_off_loses_no_end(overlap, monkeypatch):
         list(first)
     got += [token for delta in second for token in delta.token_ids]
     assert tuple(got) == (7, 7, 7, 7, EOS) and idle(llm)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("at", [3, 4])  # in the middle; at the last token
+def test_a_landing_that_breaks_off_loses_nothing_of_a_stream(overlap, at, tokenizer, monkeypatch):
+    """An error behind the tokens of a step, before they are told: the next delta has them."""
+    script = says(*b"abcd", start=2)
+    llm = engine(script, tokenizer=tokenizer, overlap=overlap)
+    params = SamplingParams(temperature=0, max_tokens=5, logprobs=0)
+    first, second = llm.stream([[1, 2]], params), llm.stream([[3, 4]], params)
+    got = [next(first)]
+    next(second)
+    real = llm._go_on
+
+    def fails(answer, landed):
+        if answer.sequence.order == 0 and answer.sequence.generated == at + 1:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+        real(answer, landed)
+
+    monkeypatch.setattr(llm, "_go_on", fails)
+    with pytest.raises(KeyboardInterrupt):
+        list(second)
+    got += first
+    result = got[-1].result
+    assert result.token_ids == sum((delta.token_ids for delta in got), ()) == (*b"abcd", EOS)
+    assert result.text == "".join(delta.text for delta in got) == "abcd"
+    assert result.logprobs == sum((delta.logprobs for delta in got), ())
+    assert len(result.logprobs) == 5 and idle(llm)
