@@ -16,6 +16,7 @@ import time
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING
@@ -162,6 +163,8 @@ class LLM:
         self._leaving: list[Generation] = []  # ended, the scheduler has not heard of it
         # Of these, the last step counts for nothing: it may not have landed yet.
         self._aborted: set[Generation] = set()
+        self._busy = False  # not at a point where calls can go ...
+        self._gone: list[_Call] = []  # ... and these calls went meanwhile
         self._named: tuple[tuple[int, ...], np.ndarray] = (), np.zeros(0, dtype=np.int64)
         for line in parts.warnings:
             (on_warning or _warn)(line)
@@ -267,13 +270,14 @@ class LLM:
 
     def close(self) -> None:
         """Drop the model and its memory. Twice is harmless; other calls then raise UsageError."""
-        for answer, call in list(self._running.values()):
-            self._abort(answer, call)
-        if self.parts is not None:
-            self._drain()
-            self._persist()
-            self.parts.keep_times()
-        self.parts = None
+        with self._at_work():
+            for answer, call in list(self._running.values()):
+                self._abort(answer, call)
+            if self.parts is not None:
+                self._drain()
+                self._persist()
+                self.parts.keep_times()
+            self.parts = None
 
     def __enter__(self) -> LLM:
         return self
@@ -314,6 +318,10 @@ class LLM:
             self._withdraw(call)
 
     def _submit(self, call: _Call, asked: Sequence[Asked], keep_rows: bool = False) -> None:
+        with self._at_work():
+            self._take_in(call, asked, keep_rows)
+
+    def _take_in(self, call: _Call, asked: Sequence[Asked], keep_rows: bool) -> None:
         now = self._clock()
         for one in asked:
             full = keep_rows or one.request.params.prompt_logprobs is not None
@@ -334,13 +342,34 @@ class LLM:
                 self._policy.add(sequence)
 
     def _withdraw(self, call: _Call) -> None:
-        """End what still runs of a call, whatever became of it."""
-        for answer in call.answers:
-            if answer.result is None:
-                self._abort(answer, call)
-        if not self._running:
-            self._drain()
-        self._persist()
+        """End what still runs of a call, whatever became of it.
+
+        The collector may close a stream, and a signal's handler too, at any point of another call's
+        step: that goes when the step is over.
+        """
+        self._gone.append(call)
+        if not self._busy:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        with self._at_work():
+            while self._gone:
+                call = self._gone.pop()
+                for answer in call.answers:
+                    if answer.result is None:
+                        self._abort(answer, call)
+            if not self._running:
+                self._drain()
+            self._persist()
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """For a while no call goes."""
+        try:
+            self._busy = True
+            yield
+        finally:
+            self._busy = False
 
     def _abort(self, answer: Answer, call: _Call) -> None:
         self._catch_up(answer)
@@ -373,6 +402,16 @@ class LLM:
     # one step
 
     def _step(self) -> None:
+        try:
+            self._busy = True
+            self._plan_and_land()
+            self._persist()
+        finally:
+            self._busy = False
+        if self._gone:
+            self._let_go()
+
+    def _plan_and_land(self) -> None:
         """Plan a step and launch it, then land the one before it, or without overlap this one."""
         try:
             step = self._policy.next_step()
@@ -397,7 +436,6 @@ class LLM:
         except BaseException:
             self._start_afresh()
             raise
-        self._persist()
 
     def _launch(self, step: Step) -> Flight | None:
         """Start a step, less what has ended since it was planned; None: nothing is left of it."""
@@ -639,10 +677,13 @@ class LLM:
             if answer.ended:  # it was told its last token, but not that it is over
                 self._finish(answer, call, answer.ended)
         self._flight, self._landing = None, 0
-        self._settle()
-        self._policy.drop()
-        self._policy.preempted.clear()
-        self._rest()
+        try:
+            self._settle()
+        finally:
+            self._landed.clear()
+            self._policy.drop()
+            self._policy.preempted.clear()
+            self._rest()
 
     def _rest(self) -> None:
         self._device.forget()

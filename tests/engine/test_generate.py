@@ -644,3 +644,48 @@ def test_a_landing_that_breaks_off_loses_nothing_of_a_stream(overlap, at, tokeni
     assert result.text == "".join(delta.text for delta in got) == "abcd"
     assert result.logprobs == sum((delta.logprobs for delta in got), ())
     assert len(result.logprobs) == 5 and idle(llm)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("at", ["remove", "settle", "next_step"])
+def test_a_stream_that_is_closed_inside_another_calls_step(overlap, at):
+    """As the collector may do it, while the scheduler is at work."""
+    llm = engine(lambda prefix: one_hot(7), overlap=overlap)
+    params = SamplingParams(temperature=0, max_tokens=60)
+    other, gone = llm.stream([[5]], params), llm.stream([[1, 2, 3]], params)
+    head = [next(other)]
+    next(gone)
+    real, calls = getattr(llm._policy, at), itertools.count()
+
+    def closes(*given):
+        found = real(*given)
+        if next(calls) == 2:
+            gone.close()
+        return found
+
+    setattr(llm._policy, at, closes)
+    for _ in range(4):  # short ones, which end
+        llm.generate([[9, 9]], SamplingParams(temperature=0, max_tokens=3))
+    assert next(calls) > 3 and len(llm._running) == 1
+    head += other
+    assert sum((delta.token_ids for delta in head), ()) == (7,) * 60 and idle(llm)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_interrupted_twice(overlap, monkeypatch):
+    """The second time while the engine starts afresh: who goes on is computed again anyhow."""
+    llm = engine(lambda prefix: one_hot(len(prefix)), overlap=overlap)
+    stream = llm.stream([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=60))
+    head = [next(stream) for _ in range(3)]
+
+    def interrupts(sequence):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm._policy, "remove", interrupts)
+    with pytest.raises(KeyboardInterrupt):
+        for _ in "12":  # its memory is taken back in the second one, or before
+            llm.generate([[4, 5]], SamplingParams(temperature=0, max_tokens=2))
+    monkeypatch.undo()
+    assert not llm._policy.running
+    head += stream
+    assert sum((delta.token_ids for delta in head), ()) == tuple(range(3, 63)) and idle(llm)
