@@ -70,11 +70,13 @@ class Policy:
     be running. Every decoding or prefilling sequence gets at least one row in every step, so at
     most `max_rows` run. Decoding rows come first, with the drafts that there are rows and idle
     pages for; then prompts, at most `chunk` rows of one request in a step; then new requests in
-    order of arrival, never past one that does not fit yet. Memory for a whole prompt is taken at
-    admission, less what others have computed already, for the answer page by page. When a decoding
-    sequence finds no page, the newest running one gives everything up and is computed again later.
-    The oldest is never preempted by another, and any sequence alone fits (who calls `add` has made
-    sure), so every step makes progress.
+    order of arrival, never past one that does not fit yet. Beyond a row for each, drafts take no
+    more than half while prompts run or wait that can use the rest.
+
+    Memory for a whole prompt is taken at admission, less what others have computed already, for the
+    answer page by page. When a decoding sequence finds no page, the newest running one gives
+    everything up and is computed again later. The oldest is never preempted by another, and any
+    sequence alone fits (who calls `add` has made sure), so every step makes progress.
 
     Work is proportional to what changed: a step in which nobody comes, goes or needs a page costs
     a few vector operations, however many run.
@@ -160,7 +162,7 @@ class Policy:
         self._tend()
         members = self.batch.members
         rows = self.max_rows - len(members) - len(self._prefilling)
-        decoding = self._plan_decoding(members, rows)
+        decoding = self._plan_decoding(members, rows - self._left_by_drafts(rows))
         if decoding:
             rows -= decoding.extra
         rows += len(self._prefilling)
@@ -187,6 +189,16 @@ class Policy:
         grown, self._grown = tuple(self._grown), []
         plan = StepPlan(chunks, tuple(loads), decoding, grown, self._drafted)
         return Step(number, plan, members, ran, finishing, choosing)
+
+    def _left_by_drafts(self, rows: int) -> int:
+        """How many of so many rows prompts get before drafts do."""
+        if not self._drafted:
+            return 0
+        if self.waiting and self._may_run(self.waiting[0]):
+            wanted = rows
+        else:
+            wanted = sum(min(s.pending, self._limit(s)) - 1 for s in self._prefilling)
+        return min(wanted, rows - rows // 2)
 
     def _prompts(self, rows: int) -> tuple[list[tuple[Sequence, int]], list[Load]]:
         """Which prompts run how many of so many rows, and what must be loaded for new ones."""
@@ -306,12 +318,16 @@ class Policy:
     def _missing(self, sequence: Sequence, tokens: int) -> int:
         return max(self.blocks.pages_for(tokens) - len(sequence.pages), 0)
 
+    def _may_run(self, sequence: Sequence) -> bool:
+        """May it run now, if there is memory?"""
+        if len(self.running) >= min(self.slots, self.max_rows):
+            return False
+        return sequence is not self._refused and sequence.ready <= self.settled
+
     def _admit(self, sequence: Sequence) -> list[Load] | None:
         """Let a sequence run if there is a slot, and memory for what is known of it while the
         running ones grow on. Returns what must be loaded for it; None: not now."""
-        if len(self.running) >= min(self.slots, self.max_rows):
-            return None
-        if sequence is self._refused or sequence.ready > self.settled:
+        if not self._may_run(sequence):
             return None
         if sequence.preemptions < PATIENCE:
             reserve = self._growing

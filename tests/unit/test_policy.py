@@ -13,7 +13,7 @@ from deepinfer.core.request import Request, SamplingParams
 from deepinfer.core.sequence import Sequence
 from deepinfer.kvcache import BlockAllocator, PrefixCache, Reuse
 from deepinfer.replay import ReplayRule
-from deepinfer.scheduler.policy import Policy
+from deepinfer.scheduler.policy import Policy, Verify
 from tests.unit.simulated import Bench as Shared
 
 RULE = ReplayRule(layers=4, boundary=2, window=4)
@@ -207,6 +207,59 @@ def test_every_mix_ends_with_everything_back(requests, pages, slots, max_rows, c
     assert len(bench.done) == len(requests) and bench.idle
     # bounded waste: two optimistic admissions and one that nobody can interrupt
     assert all(sequence.preemptions <= 3 for sequence in bench.done)
+
+
+class Eager:
+    """Drafts for everybody, and all the rows for them that there are."""
+
+    length = 3
+
+    def wanted(self, number):
+        return True
+
+    def choose(self, number, sequences, most, spare):
+        return Verify(self.length, min(self.length * len(sequences), spare))
+
+
+def test_drafts_keep_nobody_out():
+    """Two whose drafts would fill every step, and a third."""
+    bench = Bench(pages=1000, max_rows=8, drafts=Eager())
+    talkers = [bench.add(4, 300) for _ in range(2)]
+    for _ in range(5):
+        step = bench.step()
+    assert list(step.decoding) == talkers and step.plan.decoding.extra == 6
+    third = bench.add(3, 2)
+    step = bench.step()
+    assert [sequence for sequence, _ in step.chunks] == [third]
+    assert len(step.plan.chunks[0].token_ids) == 3 and step.plan.decoding.extra == 3
+    bench.run()
+    assert bench.idle
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(1, 12)), min_size=2, max_size=12),
+    st.integers(1, 6), st.integers(1, 24), st.integers(1, 24),
+)  # fmt: skip
+def test_drafts_take_half_of_what_prompts_could_use(requests, slots, max_rows, chunk):
+    bench = Bench(pages=1000, slots=slots, max_rows=max_rows, chunk=chunk, drafts=Eager())
+    policy = bench.policy
+    for prompt, new in requests:
+        bench.add(prompt, new)
+    while len(bench.done) < len(requests):
+        pending = {s: s.pending for s in policy.running}
+        full = not policy.waiting or len(pending) == min(slots, max_rows)
+        step = bench.step()
+        if step is None or not step.plan.decoding:
+            continue
+        sizes = {s: len(c.token_ids)
+                 for c, (s, _) in zip(step.plan.chunks, step.chunks, strict=True)}  # fmt: skip
+        old = [s for s in sizes if s in pending]
+        spare = max_rows - len(step.decoding) - len(old)
+        if step.plan.decoding.extra > spare // 2:
+            assert full
+            assert all(sizes[s] == min(pending[s], chunk) for s in old)
+    assert bench.idle
 
 
 def test_rows_with_logits_come_in_bounded_chunks():
