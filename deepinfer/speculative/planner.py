@@ -55,19 +55,24 @@ class Planner:
     ) -> Verify:
         """Extra rows for the schedule to share out, or the same number of drafts for each.
 
-        Requests with one seed share their noise: by its tokens and confidences one tells what
-        another will draft and how that will be judged. They verify all they have, whatever
-        anybody's confidence, and nobody's share depends on them.
+        Where drafts are drawn and judged by chance (rejection, a temperature above 0), requests
+        with one seed share their noise: by its tokens and confidences one tells what another will
+        draft and how that will be judged. They verify all they have, whatever anybody's confidence,
+        and nobody's share depends on them.
         """
         if not self.rules.varlen:
             self._chosen[number] = None, spare
             return as_many(sequences, most, spare)
-        alike = Counter(sequence.request.seed for sequence in sequences)
-        whole = tuple(s for s in sequences if alike[s.request.seed] > 1)
+        whole: tuple[Generation, ...] = ()
+        if self.rules.verify == "rejection":
+            drawn = [s for s in sequences if s.request.params.temperature > 0]
+            alike = Counter(s.request.seed for s in drawn)
+            whole = tuple(s for s in drawn if alike[s.request.seed] > 1)
         most = self.length  # what was not drafted has a survival of 0
         if whole:
             most = min(most, spare // len(whole))
-        own = {s.order: most for s in sequences if alike[s.request.seed] == 1}
+        apart = set(whole)
+        own = {s.order: most for s in sequences if s not in apart}
         left = spare - most * len(whole)
         extra = 0
         if own:

@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from deepinfer.core.request import SamplingParams
+from deepinfer.core.request import Request, SamplingParams
+from deepinfer.core.sequence import Sequence
 from deepinfer.errors import UsageError
 from deepinfer.sampling.logits import Row, Rows
+from deepinfer.speculative.planner import Planner
 from deepinfer.speculative.schedule import DraftRules
 from deepinfer.speculative.timing import StepTimes
 from deepinfer.speculative.verify import propose, verdicts, verify
@@ -997,3 +999,17 @@ def test_what_did_not_run_took_no_time(overlap):
     samples = [value for some in times.target.samples.values() for value in some]
     assert samples and all(samples)
     assert all(value for some in times.rest.samples.values() for value in some)
+
+
+@pytest.mark.parametrize("verify,temperature,whole", [
+    ("coupled", 1.0, 0), ("rejection", 0.0, 0), ("rejection", 1.0, 3),
+])  # fmt: skip
+def test_one_seed_matters_where_drafts_are_judged_by_chance(verify, temperature, whole):
+    """Elsewhere such requests have their drafts scheduled like any others."""
+    planner = Planner(DraftRules(3, verify, varlen=True), StepTimes(), print)
+    sequences = tuple(
+        Sequence(Request(0, 0, (1,), SamplingParams(temperature=t), seed=seed, max_new=9), order)
+        for order, (seed, t) in enumerate([(0, temperature)] * 3 + [(0, 0.0), (1, 1.0)])
+    )
+    assert planner.choose(0, sequences, 3, 12).whole == sequences[:whole]
+    assert set(planner._chosen) == {0}
