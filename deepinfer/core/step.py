@@ -124,6 +124,23 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class Likelihoods:
+    """What log-probabilities of n targets are made of, by the raw logits of a row each.
+
+    finite: bool [n], is the row? highest: its highest logit, float64 [n]; totals: the sum of its
+    weights (`sampling.logits.masses`), int64 [n]; chosen: the target's logit, float64 [n]. best,
+    values: the most likely ids and their logits, best first, int64 and float64 [n, most].
+    """
+
+    finite: np.ndarray
+    highest: np.ndarray
+    totals: np.ndarray
+    chosen: np.ndarray
+    best: np.ndarray
+    values: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """What a step gave to each of the C requests that choose, as arrays on the host.
 
@@ -133,7 +150,8 @@ class Outcome:
     With drafts, int64 [C]: drafted, how many it had; verified, how many of them the target looked
     at; accepted, how many stand.
     ``drafts`` of this step (None: not asked for) are what was verified, ``survivals`` float64 [C,
-    K] of what was drafted for the next one. seconds: of the target's pass, and of
+    K] of what was drafted for the next one. likelihoods: of what requests asked for, in the places
+    that `engine.device.Flight` names. seconds: of the target's pass, and of
     drafting; None: it did not run.
     """
 
@@ -146,6 +164,7 @@ class Outcome:
     accepted: np.ndarray | None = None
     drafts: DraftRecord | None = None
     survivals: np.ndarray | None = None
+    likelihoods: Likelihoods | None = None
     seconds: tuple[float, float | None] | None = None
 
 

@@ -73,10 +73,12 @@ class Answer:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What choosing its tokens takes: "told", "drawn", "floored"."""
+        """What choosing its tokens takes: "told", "drawn", "floored", "scored"."""
         params = self.sequence.request.params
         drawn = params.temperature > 0
+        scored = params.logprobs is not None or params.prompt_logprobs is not None
         asked = {"told": self.told, "drawn": drawn, "floored": drawn and params.min_p > 0}
+        asked["scored"] = scored
         return tuple(kind for kind, wanted in asked.items() if wanted)
 
     @property

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 
 import numpy as np
@@ -18,11 +18,12 @@ import torch
 from torch.nn.functional import pad
 
 from deepinfer.core.sequence import Sequence as Generation
-from deepinfer.core.step import Decoding, DraftRecord, Outcome
+from deepinfer.core.step import Decoding, DraftRecord, Likelihoods, Outcome
 from deepinfer.device.transfer import send
 from deepinfer.engine.assembly import Parts
 from deepinfer.engine.live import Drawing, Live
 from deepinfer.kvcache.live import LiveRows
+from deepinfer.sampling import sampler
 from deepinfer.sampling.logits import Row, Rows
 from deepinfer.scheduler.policy import Step
 from deepinfer.speculative import share
@@ -39,7 +40,8 @@ class Flight:
 
     step: what runs, without what was left out of the plan. slots: of the requests that choose.
     logits: as the runner gave them; chosen: the rows of them that choose; first: for each request
-    the one of these that gives its first token.
+    the one of these that gives its first token. scored, prompts: where the likelihoods of a request
+    that chooses and of a chunk's prompt begin, by place and by number of the chunk.
     """
 
     step: Step
@@ -50,6 +52,8 @@ class Flight:
     marks: list[object]
     done: object = None
     copies: dict[str, torch.Tensor] = field(default_factory=dict)
+    scored: dict[int, int] = field(default_factory=dict)
+    prompts: dict[int, int] = field(default_factory=dict)
 
 
 class Clock:
@@ -141,6 +145,8 @@ class Device:
         made = self._held.ids.shape[1] if self._held else 0
         most = min(decoding.drafts, made) if decoding else 0
         found = self._verify(flight, columns, shares, most) if step.choosing else _NOBODY
+        if drawing.scored:
+            found |= self._score(flight, found["tokens"])
         marks.append(self.clock.mark())
         self._copy(flight, found)
         self._held = None
@@ -181,6 +187,41 @@ class Device:
                 }
         return found
 
+    def _score(self, flight: Flight, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Likelihoods of the tokens [C, n] of requests that asked for them, and of prompts."""
+        step, device = flight.step, self.live.device
+        parts, tops, count, width = [], [0], 0, tokens.shape[1]
+        for at, sequence in enumerate(step.choosing):
+            if sequence.request.params.logprobs is not None:
+                flight.scored[at] = len(flight.scored) * width
+                tops.append(sequence.request.params.logprobs)
+        if flight.scored:
+            [places] = send([np.array([*flight.scored])], device)
+            behind = torch.arange(width, device=device)
+            # Behind the last token of one may be no row.
+            rows = (flight.first[places, None] + behind).clamp_max(len(flight.chosen) - 1)
+            asked = tokens[places].clamp_min(0)
+            parts.append((flight.chosen, rows.flatten(), asked.flatten()))
+            count = rows.numel()
+        first = step.plan.decoding.rows if step.plan.decoding else 0
+        for at, (chunk, (sequence, _)) in enumerate(
+            zip(step.plan.chunks, step.chunks, strict=True)
+        ):
+            request = sequence.request
+            targets = request.prompt_ids[chunk.start + 1 : chunk.end + 1]
+            if request.params.prompt_logprobs is not None and chunk.logits and targets:
+                rows = torch.arange(first, first + len(targets), device=device)
+                [asked] = send([np.array(targets)], device)
+                parts.append((flight.logits, rows, asked))
+                tops.append(request.params.prompt_logprobs)
+                flight.prompts[at] = count
+                count += len(targets)
+            first += chunk.logits
+        scored = [sampler.likelihoods(*part, max(tops)) for part in parts]
+        return (
+            {name: torch.cat([one[name] for one in scored]) for name in scored[0]} if parts else {}
+        )
+
     @torch.inference_mode()
     def draft(self, flight: Flight, drawing: Drawing, told: Mapping[Generation, Told]) -> None:
         """Draft for the requests that chose, for the step behind this one."""
@@ -218,10 +259,15 @@ class Device:
         """What a step gave, once the device has got so far."""
         self.clock.wait(flight.done)
         held = {name: tensor.numpy() for name, tensor in flight.copies.items()}
-        record = None
+        record = likelihoods = None
         if "ids" in held:
             record = DraftRecord(*(held.pop(name) for name in ("ids", "raw", "before", "useful")))
-        return Outcome(**held, drafts=record, seconds=self.clock.between(flight.marks))
+        if "finite" in held:
+            likelihoods = Likelihoods(*(held.pop(field.name) for field in fields(Likelihoods)))
+        return Outcome(
+            **held, drafts=record, likelihoods=likelihoods,
+            seconds=self.clock.between(flight.marks),
+        )  # fmt: skip
 
     def _begin(self, sequence: Generation) -> tuple[Generation, tuple[int, ...], int]:
         params, plan = sequence.request.params, sequence.replay

@@ -26,7 +26,7 @@ import torch
 
 from deepinfer.core.request import Completion, FinishReason, SamplingParams, TokenLogprob
 from deepinfer.core.sequence import Sequence as Generation
-from deepinfer.core.step import Chunk, Outcome, TokenDelta
+from deepinfer.core.step import Chunk, Likelihoods, Outcome, TokenDelta
 from deepinfer.engine.answer import Answer
 from deepinfer.engine.assembly import Parts, assemble
 from deepinfer.engine.device import Device, Flight, Told
@@ -482,7 +482,9 @@ class LLM:
         """How the open requests draw has changed."""
         kinds = self._kinds
         widest = max(self._reaches, default=0)
-        self._drawing = Drawing(kinds["drawn"] > 0, widest, kinds["floored"] > 0)
+        self._drawing = Drawing(
+            kinds["drawn"] > 0, widest, kinds["floored"] > 0, kinds["scored"] > 0
+        )
 
     def _told(self, step: Step) -> dict[Generation, Told]:
         """Requests of a step whose rows only the host can make."""
@@ -519,10 +521,13 @@ class LLM:
         step, outcome = flight.step, self._device.read(flight)
         landed, now = _Landed(step, outcome), self._clock()
         rows = step.plan.decoding.rows if step.plan.decoding else 0
-        for chunk, (sequence, run) in zip(step.plan.chunks, step.chunks, strict=True):
+        for at, (chunk, (sequence, run)) in enumerate(
+            zip(step.plan.chunks, step.chunks, strict=True)
+        ):
             if sequence in self._running:
                 logits = flight.logits[rows : rows + chunk.logits]
-                self._take_chunk(chunk, logits, *self._running[sequence], run, landed)
+                scored = flight.prompts.get(at)
+                self._take_chunk(chunk, logits, scored, *self._running[sequence], run, landed)
             rows += chunk.logits
         judged: list[tuple[int, Generation, int, int, bool]] = []
         self._landing = 1
@@ -555,15 +560,19 @@ class LLM:
         self,
         chunk: Chunk,
         rows: torch.Tensor,
+        scored: int | None,
         answer: Answer,
         call: _Call,
         run: int,
         landed: _Landed,
     ) -> None:
-        """A chunk of a prompt ran; `rows` are its logits [chunk.logits, vocab]."""
+        """A chunk of a prompt ran; `rows` are its logits [chunk.logits, vocab], from `scored` on
+        are their likelihoods."""
         sequence = answer.sequence
         answer.ran(chunk, rows)
-        if not _take_prompt_logprobs(answer, chunk.start, rows):
+        if scored is not None and not _take_prompt_logprobs(
+            answer, chunk, landed.outcome.likelihoods, scored
+        ):
             self._fail(answer, call, rows, landed)
         elif chunk.end < len(sequence.tokens):
             landed.advanced.append((sequence, run, chunk.end))
@@ -594,7 +603,10 @@ class LLM:
         self._append(answer, self._log.read(answer.slot, but=1))
         chosen = outcome.tokens[at, : outcome.counts[at]].tolist()
         decoding, position = sequence.generated > 0, len(sequence.tokens)
-        logprobs = _logprobs(flight, at, chosen, sequence.request.params.logprobs)
+        logprobs: Sequence[TokenLogprob | None] = ()
+        if at in flight.scored:
+            top = sequence.request.params.logprobs
+            logprobs = sampler.logprobs(outcome.likelihoods, flight.scored[at], chosen, top)
         ended = any(answer.take(*pair, now) for pair in zip_longest(chosen, logprobs))
         taken = len(sequence.tokens) - position
         if decoding and self._planner:
@@ -710,27 +722,12 @@ def _nothing(step: Step) -> Outcome:
     return Outcome(none[:, None], none, none > 0, none > 0)
 
 
-def _logprobs(
-    flight: Flight, at: int, tokens: Sequence[int], top: int | None
-) -> Sequence[TokenLogprob | None]:
-    """Log-probabilities of the tokens that a request got in a step, if it asked for them."""
-    if top is None or not tokens:
-        return ()
-    first = int(flight.first[at])
-    return sampler.logprobs(flight.chosen[first : first + len(tokens)], tokens, [top] * len(tokens))
-
-
-def _take_prompt_logprobs(answer: Answer, start: int, rows: torch.Tensor) -> bool:
-    """Append what the rows from position `start` on say about the prompt; False: not finite."""
-    if not answer.wants_prompt:
-        return True
+def _take_prompt_logprobs(answer: Answer, chunk: Chunk, held: Likelihoods, first: int) -> bool:
+    """Append what the rows of a chunk say about the prompt; False: they are not finite."""
     request = answer.sequence.request
-    seen = len(answer.prompt_logprobs) - 1 - start  # rows known from before a preemption
-    targets = request.prompt_ids[start + 1 + seen : start + 1 + len(rows)]
-    if not targets:
-        return True
-    tops = [request.params.prompt_logprobs] * len(targets)
-    found = sampler.logprobs(rows[seen : seen + len(targets)], targets, tops)
+    seen = len(answer.prompt_logprobs) - 1 - chunk.start  # rows known from before a preemption
+    targets = request.prompt_ids[chunk.start + 1 + seen : chunk.end + 1]
+    found = sampler.logprobs(held, first + seen, targets, request.params.prompt_logprobs)
     answer.prompt_logprobs += found
     return None not in found
 

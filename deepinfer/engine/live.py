@@ -23,11 +23,13 @@ from deepinfer.sampling.logits import WHOLE, Rows, min_p_floor
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """What the host knows of how the open requests draw: see `sampling.logits.Rows`."""
+    """What the host knows of how the open requests draw: see `sampling.logits.Rows`. scored: does
+    any want log-probabilities?"""
 
     drawn: bool
     widest: int
     floored: bool
+    scored: bool = False
 
 
 class Live:

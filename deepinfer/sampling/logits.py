@@ -194,14 +194,15 @@ def weights(x: torch.Tensor, highest: torch.Tensor) -> torch.Tensor:
     return (exp(x - highest) * FIXED_ONE).to(torch.int64)
 
 
-def log_normaliser(x: torch.Tensor) -> list[float]:
-    """log(sum(exp(x))) of each row of x [rows, vocab], float64; error below vocab * 2^-44."""
+def masses(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each row of x [rows, vocab], float64: the highest logit and the sum of `weights`."""
     highest = x.amax(dim=-1, keepdim=True)
-    totals = weights(x, highest).sum(dim=-1).tolist()
-    return [
-        top + math.log(total / FIXED_ONE)
-        for top, total in zip(highest[:, 0].tolist(), totals, strict=True)
-    ]
+    return highest[:, 0], weights(x, highest).sum(dim=-1)
+
+
+def log_normaliser(highest: float, total: int) -> float:
+    """log(sum(exp(x))) of a row from its `masses`; error below vocab * 2^-44."""
+    return highest + math.log(total / FIXED_ONE)
 
 
 def process(logits: torch.Tensor, rows: Rows) -> torch.Tensor:

@@ -11,12 +11,14 @@ coupled verification). Choosing never waits for the device.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 
 import torch
 
 from deepinfer.core.request import TokenLogprob
+from deepinfer.core.step import Likelihoods
 from deepinfer.sampling import rng
-from deepinfer.sampling.logits import Rows, log_normaliser, process
+from deepinfer.sampling.logits import Rows, log_normaliser, masses, process
 
 _BLOCK = 1 << 18  # elements worked on at once: float64 temporaries that stay in a cache
 _BLOCK_DEVICE = 1 << 22  # where starting work costs more than its temporaries
@@ -37,9 +39,10 @@ def sample(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
     return ids
 
 
-def blocks(logits: torch.Tensor) -> list[slice]:
-    """The rows of logits [rows, vocab] in parts that bound the float64 temporaries."""
-    count, vocab = logits.shape
+def blocks(logits: torch.Tensor, count: int | None = None) -> list[slice]:
+    """So many rows of logits, or all [rows, vocab], in parts that bound float64 temporaries."""
+    rows, vocab = logits.shape
+    count = rows if count is None else count
     size = max(1, (_BLOCK if logits.device.type == "cpu" else _BLOCK_DEVICE) // vocab)
     return [slice(first, first + size) for first in range(0, count, size)]
 
@@ -63,43 +66,46 @@ def choose(x: torch.Tensor, rows: Rows, purpose: int | torch.Tensor = rng.TARGET
     return x.argmax(dim=-1)
 
 
-def logprobs(
-    logits: torch.Tensor, targets: Sequence[int], tops: Sequence[int]
-) -> list[TokenLogprob | None]:
-    """Log-probability of each row's target and its `tops` most likely ids, by the model's raw
-    logits.
+def likelihoods(
+    logits: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor, most: int
+) -> dict[str, torch.Tensor]:
+    """`core.step.Likelihoods` of these rows of float32 logits [_, vocab], before any processing.
 
-    logits: float32 [rows, vocab], before any processing. None where a row is not finite. Ties in
-    the list: lower id first; it is as long as the vocabulary allows.
+    rows, targets: int64 [n]; most: how many of the most likely ids, as far as there are. Ties among
+    them: lower id first. Nobody waits for the device.
     """
-    out: list[TokenLogprob | None] = []
-    size = max(1, _BLOCK // logits.shape[-1])
-    for first in range(0, len(targets), size):
-        block = slice(first, first + size)
-        out += _logprobs(logits[block], targets[block], tops[block])
-    return out
+    most = min(most, logits.shape[-1])
+    found = []
+    for block in blocks(logits, len(rows)):
+        some = logits[rows[block]]
+        finite = torch.isfinite(some).all(dim=-1)
+        some = torch.nan_to_num(some)
+        x = some.to(torch.float64)
+        highest, totals = masses(x)
+        chosen = x.gather(-1, targets[block, None])[:, 0]
+        ids = _ranked(some, most)
+        found.append((finite, highest, totals, chosen, ids, x.gather(-1, ids)))
+    names = [field.name for field in fields(Likelihoods)]
+    return dict(zip(names, map(torch.cat, zip(*found, strict=True)), strict=True))
 
 
-def _logprobs(
-    logits: torch.Tensor, targets: Sequence[int], tops: Sequence[int]
+def logprobs(
+    held: Likelihoods, first: int, targets: Sequence[int], top: int
 ) -> list[TokenLogprob | None]:
-    fine = torch.isfinite(logits).all(dim=-1).tolist()
-    x = torch.nan_to_num(logits).to(torch.float64)
-    norms = log_normaliser(x)
-    chosen = x[torch.arange(len(targets)), list(targets)].tolist()
-    most = min(max(tops), x.shape[-1])
-    best: list[list[tuple[int, float]]] = [[] for _ in targets]
-    if most:
-        ids = _ranked(torch.nan_to_num(logits), most)
-        pairs = zip(ids.tolist(), x.gather(-1, ids).tolist(), strict=True)
-        best = [list(zip(*pair, strict=True)) for pair in pairs]
+    """Log-probability of each target and the `top` most likely ids, from the rows `first` on.
+
+    None where a row is not finite.
+    """
+    part = slice(first, first + len(targets))
+    columns = [getattr(held, field.name)[part] for field in fields(held)]
+    columns[4:] = [column[:, :top] for column in columns[4:]]
     out: list[TokenLogprob | None] = []
-    for at, target in enumerate(targets):
-        if not fine[at]:
-            out.append(None)
-            continue
-        top = tuple((token, value - norms[at]) for token, value in best[at][: tops[at]])
-        out.append(TokenLogprob(target, chosen[at] - norms[at], top))
+    for target, finite, highest, total, chosen, ids, values in zip(
+        targets, *(column.tolist() for column in columns), strict=True
+    ):
+        norm = log_normaliser(highest, total)
+        best = tuple((token, value - norm) for token, value in zip(ids, values, strict=True))
+        out.append(TokenLogprob(target, chosen - norm, best) if finite else None)
     return out
 
 

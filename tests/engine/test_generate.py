@@ -605,10 +605,10 @@ def test_a_landing_that_breaks_off_loses_no_end(overlap, monkeypatch):
     got = [*next(second).token_ids]
     real = sampler.logprobs
 
-    def fails(logits, targets, tops):
+    def fails(held, first, targets, top):
         if EOS in targets:
             raise RuntimeError("told halfway")
-        return real(logits, targets, tops)
+        return real(held, first, targets, top)
 
     monkeypatch.setattr(sampler, "logprobs", fails)
     with pytest.raises(RuntimeError, match="halfway"):

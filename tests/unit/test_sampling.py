@@ -10,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from deepinfer.core.request import SamplingParams  # noqa: E402
+from deepinfer.core.step import Likelihoods  # noqa: E402
 from deepinfer.device.sync import no_sync  # noqa: E402
 from deepinfer.sampling import logits as logits_module  # noqa: E402
 from deepinfer.sampling import rng, sampler  # noqa: E402
@@ -19,6 +20,7 @@ from deepinfer.sampling.logits import (  # noqa: E402
     Rows,
     exp,
     log_normaliser,
+    masses,
     process,
     reach,
 )
@@ -40,6 +42,16 @@ def sample(logits, rows) -> list[int]:
     return sampler.sample(logits, Rows.of(rows, logits.device)).tolist()
 
 
+def logprobs(logits, targets, tops):
+    """Computed by one batch operation on the device, made into records on the host."""
+    targets, device = list(targets), logits.device
+    asked = torch.tensor(targets, device=device), max(tops)
+    with no_sync("cpu"):
+        made = sampler.likelihoods(logits, torch.arange(len(targets), device=device), *asked)
+    held = Likelihoods(**{name: x.cpu().numpy() for name, x in made.items()})
+    return [sampler.logprobs(held, at, targets[at : at + 1], top)[0] for at, top in enumerate(tops)]
+
+
 def kept(values, **params) -> list[int]:
     return [at for at, x in enumerate(processed(values, row(**params))) if x > -math.inf]
 
@@ -49,7 +61,8 @@ def test_exponential_and_normaliser_are_accurate():
     assert ((exp(x) - x.exp()).abs() <= 1e-14 * x.exp() + 1e-300).all()
     assert exp(torch.tensor([0.0, -math.inf], dtype=torch.float64)).tolist() == [1.0, exp_of(-700)]
     logits = torch.randn(50, 4096, dtype=torch.float64) * 8
-    ours = torch.tensor(log_normaliser(logits), dtype=torch.float64)
+    ours = [log_normaliser(*row) for row in zip(*(x.tolist() for x in masses(logits)), strict=True)]
+    ours = torch.tensor(ours, dtype=torch.float64)
     assert (ours - logits.logsumexp(-1)).abs().max() < 4096 * 2.0**-44
 
 
@@ -173,7 +186,7 @@ def test_a_row_alone_has_the_bits_it_has_in_a_batch():
                 **MIX[at % len(MIX)]) for at in range(40)]  # fmt: skip
     together = process(logits, columns(rows))
     ids = sample(logits, rows)
-    entries = sampler.logprobs(logits, ids, [at % 4 for at in range(40)])
+    entries = logprobs(logits, ids, [at % 4 for at in range(40)])
     order = list(reversed(range(40)))
     backwards = process(logits[order], columns([rows[at] for at in order]))
     for at in range(40):
@@ -181,7 +194,7 @@ def test_a_row_alone_has_the_bits_it_has_in_a_batch():
         assert torch.equal(process(alone, columns([rows[at]]))[0], together[at])
         assert torch.equal(backwards[39 - at], together[at])
         assert sample(alone, [rows[at]]) == [ids[at]]
-        assert sampler.logprobs(alone, [ids[at]], [at % 4]) == [entries[at]]
+        assert logprobs(alone, [ids[at]], [at % 4]) == [entries[at]]
 
 
 def test_broken_rows_are_minus_one_and_harm_nobody():
@@ -190,7 +203,7 @@ def test_broken_rows_are_minus_one_and_harm_nobody():
     logits[1, 7], logits[2, 3] = math.nan, math.inf
     ids = sample(logits, [row(at) for at in range(4)])
     assert ids == [clean[0], -1, -1, clean[3]]
-    entries = sampler.logprobs(logits, [0] * 4, [2] * 4)
+    entries = logprobs(logits, [0] * 4, [2] * 4)
     assert entries[1] is None and entries[2] is None and entries[0] and entries[3]
     nothing = [row(forbidden=tuple(range(50))), row(forbidden=tuple(range(50)), temperature=0)]
     assert sample(torch.zeros(2, 50), nothing) == [-1, -1]
@@ -198,21 +211,21 @@ def test_broken_rows_are_minus_one_and_harm_nobody():
 
 def test_logprobs_are_of_the_raw_distribution():
     logits = torch.tensor([[2.0, 1.0, 1.0, 0.0]])
-    [entry] = sampler.logprobs(logits, [3], [3])
+    [entry] = logprobs(logits, [3], [3])
     expected = torch.log_softmax(logits.double(), -1)[0]
     assert entry.token_id == 3 and entry.logprob == pytest.approx(expected[3].item(), abs=1e-9)
     assert [token for token, _ in entry.top] == [0, 1, 2], "best first, lower id on ties"
     assert [value for _, value in entry.top] == pytest.approx(expected[:3].tolist(), abs=1e-9)
-    [none] = sampler.logprobs(logits, [0], [0])
+    [none] = logprobs(logits, [0], [0])
     assert none.top == ()
-    [everything] = sampler.logprobs(logits, [0], [99])
+    [everything] = logprobs(logits, [0], [99])
     assert len(everything.top) == 4
 
 
 def test_a_logprob_is_zero_only_for_certainty():
     sure, nearly = torch.tensor([[900.0, 0.0]]), torch.tensor([[20.0, 0.0]])
-    assert sampler.logprobs(sure, [0], [0])[0].logprob == 0.0
-    assert -1e-8 < sampler.logprobs(nearly, [0], [0])[0].logprob < 0.0
+    assert logprobs(sure, [0], [0])[0].logprob == 0.0
+    assert -1e-8 < logprobs(nearly, [0], [0])[0].logprob < 0.0
 
 
 def test_columns_are_the_rows():
@@ -322,4 +335,4 @@ def test_a_device_has_the_bits_of_the_host():
     with no_sync("cuda"):
         sampler.sample(on_device, there)
         sampler.sample(on_device, Rows.of(rows, "cuda"))
-    assert sampler.logprobs(logits.cuda(), ids, [5] * 40) == sampler.logprobs(logits, ids, [5] * 40)
+    assert logprobs(logits.cuda(), ids, [5] * 40) == logprobs(logits, ids, [5] * 40)
