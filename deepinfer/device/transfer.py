@@ -1,6 +1,7 @@
-"""Numbers of the host on their way to the device: one copy for all of a step, and no waiting.
+"""Numbers on their way to the device, one copy for all of a step, and back, without waiting.
 
-Comes in: arrays. Goes out: tensors of the same shapes. Must not know what they mean.
+Comes in: arrays, or tensors of the device. Goes out: tensors of the same shapes on the other side.
+Must not know what they mean.
 """
 
 from __future__ import annotations
@@ -19,3 +20,11 @@ def send(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tenso
         flat = flat.pin_memory().to(device, non_blocking=True) if len(flat) else flat.to(device)
     parts = flat.split([a.size for a in arrays])
     return [part.view(a.shape) for part, a in zip(parts, arrays, strict=True)]
+
+
+def receive(tensor: torch.Tensor) -> torch.Tensor:
+    """The same on the host, once the device has got so far."""
+    if tensor.device.type == "cpu":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

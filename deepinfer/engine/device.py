@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 
 from deepinfer.core.sequence import Sequence as Generation
 from deepinfer.core.step import Decoding, DraftRecord, Likelihoods, Outcome
-from deepinfer.device.transfer import send
+from deepinfer.device.transfer import receive, send
 from deepinfer.engine.assembly import Parts
 from deepinfer.engine.live import Drawing, Live
 from deepinfer.kvcache.live import LiveRows
@@ -360,9 +360,5 @@ class Device:
 
     def _copy(self, flight: Flight, found: Mapping[str, torch.Tensor]) -> None:
         """Queue copies of what was found to the host."""
-        for name, tensor in found.items():
-            if tensor.device.type != "cpu":
-                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-                tensor = host.copy_(tensor, non_blocking=True)
-            flight.copies[name] = tensor
+        flight.copies |= {name: receive(tensor) for name, tensor in found.items()}
         flight.done = self.clock.mark()

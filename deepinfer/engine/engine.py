@@ -159,6 +159,8 @@ class LLM:
         self._note_drawing()
         self._flight: Flight | None = None  # launched, not landed
         self._landed: deque[_Landed] = deque()  # landed, not settled
+        # Left the device before a step: its number, keys, bytes, and when they are there.
+        self._sent: deque[tuple[int, list[Key], torch.Tensor, object]] = deque()
         self._landing = 0  # 1 while a step's tokens are in the log and not all told
         self._leaving: list[Generation] = []  # ended, the scheduler has not heard of it
         # Of these, the last step counts for nothing: it may not have landed yet.
@@ -415,7 +417,7 @@ class LLM:
         """Plan a step and launch it, then land the one before it, or without overlap this one."""
         try:
             step = self._policy.next_step()
-            self._move(self._prefix.leaving(), self._prefix.keep)
+            self._send_off(self._prefix.leaving())
             if step is None and not (self._flight or self._landed or self._leaving):
                 raise InternalError("nothing-to-run", "requests are open but none can run")
             ahead = self.parts.overlap and not self._kinds["told"]
@@ -661,6 +663,7 @@ class LLM:
         """Let the scheduler know what has landed, and take memory back from who has ended."""
         while self._landed:
             landed = self._landed.popleft()
+            self._keep(landed.step.number)
             self._policy.settle(landed.step, landed.outcome.counts)
             for sequence in landed.broken:
                 self._prefix.forget(sequence)
@@ -698,6 +701,7 @@ class LLM:
             self._rest()
 
     def _rest(self) -> None:
+        self._sent.clear()
         self._device.forget()
         if self._planner:
             self._planner.reset()
@@ -706,15 +710,31 @@ class LLM:
         """Write the pages that became complete to the durable tier, unless this is closed."""
         if self.parts is None or self.parts.durable is None:
             return
-        self._move(self._prefix.completed(), self._prefix.persist)
+        for kind, keys, group in _by_kind(self._prefix.completed()):
+            for key, payload in zip(keys, self.parts.runner.read(kind, group), strict=True):
+                self._prefix.persist(key, payload)
 
-    def _move(self, pages: Sequence[tuple[Key, int]], store: Callable[[Key, bytes], None]) -> None:
-        """Hand the bytes of (key, page) on to `store`."""
-        for kind in {key[0] for key, _ in pages} if pages else ():
-            group = [(key, page) for key, page in pages if key[0] == kind]
-            payloads = self.parts.runner.read(kind, [page for _, page in group])
-            for (key, _), payload in zip(group, payloads, strict=True):
-                store(key, payload)
+    def _send_off(self, pages: Sequence[tuple[Key, int]]) -> None:
+        """Pages (key, page) leave for the next tier before the step planned last overwrites them:
+        nobody waits, their bytes are taken when that step is settled."""
+        for kind, keys, group in _by_kind(pages):
+            held = self.parts.runner.fetch(kind, group)
+            self._sent.append((self._policy.planned - 1, keys, held, self._device.clock.mark()))
+
+    def _keep(self, number: int) -> None:
+        """Take the bytes of pages that left before a step."""
+        while self._sent and self._sent[0][0] <= number:
+            _, keys, held, mark = self._sent.popleft()
+            self._device.clock.wait(mark)
+            for key, row in zip(keys, held.numpy(), strict=True):
+                self._prefix.keep(key, row.tobytes())
+
+
+def _by_kind(pages: Sequence[tuple[Key, int]]) -> Iterator[tuple[str, list[Key], list[int]]]:
+    """(key, page), kind by kind: kind, keys, pages."""
+    for kind in sorted({key[0] for key, _ in pages}):
+        group = [(key, page) for key, page in pages if key[0] == kind]
+        yield kind, [key for key, _ in group], [page for _, page in group]
 
 
 def _nothing(step: Step) -> Outcome:

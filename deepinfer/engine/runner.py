@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from deepinfer.core.step import Chunk, StepPlan
-from deepinfer.device.transfer import send
+from deepinfer.device.transfer import receive, send
 from deepinfer.kvcache.draft import RingContext
 from deepinfer.kvcache.live import LiveRows
 from deepinfer.kvcache.memory import StepMemory
@@ -124,6 +124,10 @@ class Runner:
         [history] = send([mapped], self.device)
         self.pools.restore(chunk.slot, chunk.start, chunk.restore, history)
 
+    def fetch(self, kind: str, pages: Sequence[int]) -> torch.Tensor:
+        """The bytes of pages of a kind, uint8 [pages, bytes], on their way to the host."""
+        return receive(self.pools.gather(kind, pages))
+
     def read(self, kind: str, pages: Sequence[int]) -> list[bytes]:
-        """The bytes of pages of a kind, to be kept elsewhere."""
+        """The same, once they are there."""
         return self.pools.read(kind, pages)

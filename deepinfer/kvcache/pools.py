@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from deepinfer.device.transfer import send
 from deepinfer.errors import InternalError
 from deepinfer.model.config import ModelConfig
 from deepinfer.quant.records import RecordFormat
@@ -140,11 +142,11 @@ class Pools:
         ``pages``, which end there, and the mapped ids int64 [n - 1] of the tokens before it."""
         size = self.page_tokens
         count = min(self.ring, len(pages) * size)
-        p = torch.arange(start - count, start)
+        p = np.arange(start - count, start)
         place = slot * self.ring + p % self.ring
         first = start - len(pages) * size
-        source = torch.tensor(pages, dtype=torch.int64)[(p - first) // size] * size + p % size
-        place, source = place.to(self.history.device), source.to(self.history.device)
+        source = np.array(pages, dtype=np.int64)[(p - first) // size] * size + p % size
+        place, source = send([place, source], self.history.device)
         for ring, snapshot in zip(self.windows, self.snapshots, strict=False):
             ring[place] = snapshot[source]
         depth = self.history.shape[1]
@@ -152,18 +154,22 @@ class Pools:
             p = torch.arange(start - len(history), start, device=self.history.device)
             self.history[slot, p % depth] = history
 
+    def gather(self, kind: str, pages: Sequence[int]) -> torch.Tensor:
+        """The bytes of each page, uint8 [pages, bytes] on the device: of entries and index keys, or
+        ("windows") of window rows."""
+        [places] = send([np.array(pages, dtype=np.int64)], self.history.device)
+        return torch.cat([part[places].flatten(1) for part in self._paged(kind)], 1)
+
     def read(self, kind: str, pages: Sequence[int]) -> list[bytes]:
-        """The bytes of each page: of entries and index keys, or ("windows") of window rows."""
-        parts = [part[torch.tensor(pages, device=part.device)] for part in self._paged(kind)]
-        joined = torch.cat([part.flatten(1) for part in parts], 1).cpu().numpy()
-        return [row.tobytes() for row in joined]
+        """The same on the host, which waits for them."""
+        return [row.tobytes() for row in self.gather(kind, pages).cpu().numpy()]
 
     def write(self, kind: str, page: int, payload: bytes) -> None:
         """Put back what ``read`` gave."""
         held = sum(part[page].numel() for part in self._paged(kind))
         if len(payload) != held:
             raise InternalError("page-size", f"{len(payload)} bytes for a {kind} page of {held}")
-        data, at = torch.frombuffer(bytearray(payload), dtype=torch.uint8), 0
+        [data], at = send([np.frombuffer(payload, dtype=np.uint8)], self.history.device), 0
         for part in self._paged(kind):
             size = part[page].numel()
             part[page] = data[at : at + size].view_as(part[page])

@@ -84,6 +84,7 @@ class PrefixCache:
         self._kept = rule.window_pages(self._size)
         self._complete: list[tuple[Key, int]] = []
         self._bad: set[bytes] = set()
+        self._leaving: set[Key] = set()
 
     # a request comes
 
@@ -275,6 +276,7 @@ class PrefixCache:
         for name in sequence.names:
             for kind, pool in self._pools.items():
                 pool.drop(name)
+                self._leaving.discard((kind, name))
                 for tier in self.tiers:
                     tier.drop((kind, name))
         sequence.named = 0
@@ -309,18 +311,21 @@ class PrefixCache:
 
     def leaving(self) -> list[tuple[Key, int]]:
         """(key, page) of the pages whose bytes are about to be overwritten and are kept nowhere
-        else; to be read and handed to `keep` before the step runs."""
+        else; to be read before the step runs, and handed to `keep` when they are there."""
         lost = []
         for kind, pool in self._pools.items():
             for name, page in pool.evicted:
                 if self.tiers and not any(tier.contains((kind, name)) for tier in self.tiers):
                     lost.append(((kind, name), page))
             pool.evicted.clear()
+        self._leaving.update(key for key, _ in lost)
         return lost
 
     def keep(self, key: Key, payload: bytes) -> None:
-        """Store a page that leaves the device."""
-        self.tiers[0].put(key, payload)
+        """Store a page that leaves the device, unless it was forgotten on its way."""
+        if key in self._leaving and self.tiers:
+            self.tiers[0].put(key, payload)
+        self._leaving.discard(key)
 
     def completed(self) -> list[tuple[Key, int]]:
         """(key, page) of the pages completed since the last call that the durable tier lacks; to

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import signal
@@ -14,8 +15,12 @@ import pytest
 import torch
 
 from deepinfer import LLM, SamplingParams
+from deepinfer.engine.assembly import Parts, Sizes
+from deepinfer.kvcache import Reuse
+from deepinfer.kvcache.tiers import HostTier
+from deepinfer.replay import ReplayRule
 from tests import t6
-from tests.engine.fakes import idle
+from tests.engine.fakes import EOS, VOCAB, ScriptedRunner, idle, one_hot
 from tests.t6 import prompt
 
 ROOT = Path(__file__).parents[2]
@@ -224,6 +229,36 @@ def test_host_memory_gives_back_what_the_device_lost(folder):
         assert llm.parts.tiers[0].nbytes > 0
         again = llm.generate([texts[0]], params())[0]
         assert again.usage.cached_tokens == resume_point(70) and seen(again) == want[0]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_pages_leave_while_a_step_runs(overlap):
+    """Nothing is read between a plan and its launch; the tier gets the bytes when it is settled,
+    but for those that were forgotten on their way."""
+
+    class Runner(ScriptedRunner):
+        def fetch(self, kind, pages):
+            fetched.append(len(self.plans))
+            return torch.tensor([[page] for page in pages], dtype=torch.uint8)
+
+    fetched: list[int] = []
+    tier = HostTier(1 << 20)
+    runner = Runner(lambda prefix: one_hot(7))
+    parts = Parts(
+        runner=runner, tokenizer=None, vocab_size=VOCAB, eos_ids=(EOS,), overlap=overlap,
+        sizes=Sizes(2, 8, 4, 32, 64, 64, window_pages=8), reuse=Reuse(True, b"m" * 32),
+        rule=ReplayRule(layers=1, boundary=None, window=4), tiers=(tier,),
+    )  # fmt: skip
+    with LLM.from_parts(parts) as llm:
+        run = functools.partial(llm.generate, sampling_params=params(max_tokens=6))
+        run([[*range(20)]])
+        keep, kept = llm._prefix.keep, []
+        llm._prefix.keep = lambda key, payload: (kept.append(key), keep(key, payload))
+        run([[*range(100, 120)]])
+        assert fetched and kept and all(tier.contains(key) for key in kept)
+        assert idle(llm) and not llm._sent and not llm._prefix._leaving
+        keep(("entries", b"forgotten"), b"")
+        assert not tier.contains(("entries", b"forgotten"))
 
 
 def test_a_folder_outlives_the_process(folder, tmp_path):

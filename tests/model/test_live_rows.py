@@ -323,6 +323,12 @@ def test_scratch_pages_are_nobodys(plain_model):
     pools.write("entries", 0, bytes(len(payload)))
     assert pools.read("entries", [0]) == [bytes(len(payload))]
     assert pools.read("entries", [last]) == [payload]
+    with no_sync("cpu"):  # pages come and go while a step runs
+        pools.write("entries", 1, payload)
+        held = pools.gather("entries", [1, 0])
+        pools.write("entries", 1, bytes(len(payload)))
+        pools.restore(0, 2 * PAGE, [0, 1], None)
+    assert [row.tobytes() for row in held.numpy()] == [payload, bytes(len(payload))]
 
 
 @needs_golden
