@@ -31,6 +31,7 @@ class BlockAllocator:
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._names: dict[int, bytes] = {}
         self._pages: dict[bytes, int] = {}
+        self._spoilt: set[int] = set()
 
     @property
     def free(self) -> int:
@@ -75,6 +76,7 @@ class BlockAllocator:
                 raise InternalError("page-not-taken", f"page {page} was given back but is not out")
             self._owners[page] -= 1
             if not self._owners[page]:
+                self._spoilt.discard(page)
                 if page in self._names:
                     self._cached[page] = None
                 else:
@@ -83,9 +85,10 @@ class BlockAllocator:
     def name(self, page: int, name: bytes) -> bool:
         """Let others find an owned page, whose content is complete and never changes again.
 
-        False, and nothing happens, if another page has this content already.
+        False, and nothing happens, if another page has this content already, or this one is
+        spoilt.
         """
-        if name in self._pages:
+        if name in self._pages or page in self._spoilt:
             return False
         self._names[page], self._pages[name] = name, page
         return True
@@ -111,6 +114,13 @@ class BlockAllocator:
         if page in self._cached:
             del self._cached[page]
             self._free.append(page)
+
+    def spoil(self, page: int) -> None:
+        """Nobody may find a page, nor give it a name, until its last owner has given it back."""
+        if page in self._names:
+            self.drop(self._names[page])
+        if self._owners[page]:
+            self._spoilt.add(page)
 
     def forget(self) -> None:
         """Drop every name."""

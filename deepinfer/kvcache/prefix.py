@@ -83,7 +83,6 @@ class PrefixCache:
         self._halo = -(-rule.window // self._size)
         self._kept = rule.window_pages(self._size)
         self._complete: list[tuple[Key, int]] = []
-        self._bad: set[bytes] = set()
         self._leaving: set[Key] = set()
 
     # a request comes
@@ -259,8 +258,8 @@ class PrefixCache:
         sequence.restore = []
 
     def _name(self, kind: str, page: int, name: bytes, durable: bool = True) -> bool:
-        """Let others find a page; False if another page, or bad numbers, have the name."""
-        if name in self._bad or not self._pools[kind].name(page, name):
+        """Let others find a page; False if another one has the name, or its numbers are bad."""
+        if not self._pools[kind].name(page, name):
             return False
         if durable and self.durable is not None:
             self._complete.append(((kind, name), page))
@@ -271,11 +270,19 @@ class PrefixCache:
         return sequence.prompt_tokens // self._size
 
     def forget(self, sequence: Sequence) -> None:
-        """Nobody else may find what a sequence computed: its numbers are not finite."""
-        self._bad.update(sequence.names)
+        """Nobody else may find what a sequence computed or read: its numbers are not finite.
+
+        Those who share pages of it cannot bring them back; whoever computes them anew can.
+        """
+        for page in sequence.pages:
+            self.entries.spoil(page)
+        for page in (*sequence.restore, *sequence.windows.values()):
+            self.windows.spoil(page)
         for name in sequence.names:
             for kind, pool in self._pools.items():
-                pool.drop(name)
+                page = pool.find(name)
+                if page is not None:
+                    pool.spoil(page)
                 self._leaving.discard((kind, name))
                 for tier in self.tiers:
                     tier.drop((kind, name))

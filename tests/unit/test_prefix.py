@@ -398,7 +398,25 @@ def test_numbers_that_are_not_finite_are_found_nowhere():
     bench.settle()
     assert not disk.pages
     again = bench.ask(range(24))
-    assert bench.cached[again] == 0 and not bench.found("entries", again)
+    assert bench.cached[again] == 0 and bench.found("entries", again), "it was computed anew"
+    assert bench.cached[bench.ask(range(24))] > 0
+
+
+def test_who_shares_pages_that_are_not_finite_cannot_bring_them_back():
+    """One bad row, and the prompt that all share is computed once more: by the next who comes."""
+    bench = Bench(pages=40, windows=40, rule=RULE)
+    bench.ask([*range(32), 90])
+    sharer, bad = bench.add([*range(32), 91], 8), bench.add([*range(32), 92], 8)
+    bench.step()
+    bench.step(broken=1)
+    bench.step()
+    assert bench.cached[sharer] == bench.cached[bad] > 0 and bad not in bench.open
+    shared = bench.cached[sharer] // bench.prefix._size
+    assert not {*range(shared)} & {*bench.found("entries", sharer)}
+    bench.run()
+    assert bench.cached[bench.ask([*range(32), 93])] == 0, "nothing of it is found"
+    assert bench.cached[bench.ask([*range(32), 94])] > 0, "but what is computed anew"
+    assert bench.idle and not any(pool._spoilt for pool in bench.prefix._pools.values())
 
 
 def test_an_answer_drops_its_own_window_rows_alone():
