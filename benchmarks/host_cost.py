@@ -8,6 +8,9 @@ twentieth of the requests ends and is replaced; "fast churn", in every step. Pro
 staggered, so in every step some request takes a new page. "one more": what a request more costs,
 slope between the two largest numbers of requests.
 
+Left out: the device half of a step (rows, sampling, launches), and drafts: nothing is drafted here,
+so what planning and settling them costs is not in the figures.
+
 Needs valgrind and a C compiler. Each peer lives in its own environment:
 
     python -m venv nano && nano/bin/pip install --no-deps nano-vllm-fork

@@ -2,8 +2,9 @@
 
 A side takes requests and plans and commits steps whose tokens are made up; `Load` keeps a number of
 them decoding and replaces those that end. Commands come in on stdin, counts and seconds go out on
-stdout, a line each. It runs in a peer's own environment: nothing of deepinfer is imported but by
-`Ours`, and peers are used through their public classes alone.
+stdout, a line each. The device half of a step is left out, and so are drafts. It runs in a peer's
+own environment: nothing of deepinfer is imported but by `Ours`, and peers are used through their
+public classes alone.
 """
 
 from __future__ import annotations

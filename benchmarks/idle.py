@@ -6,7 +6,7 @@ times as wide. `off` and `on` are milliseconds of a step by the clock, `gpu` the
 on the device in one (kernels and copies, from torch's profiler). busy: that union over the time
 from the first of it to the last, in the profiled window. recovered = (off - on) / (off - gpu).
 Waits: calls that torch's sync debug mode warns of, a step, in this load and in one where nobody
-comes or goes.
+comes or goes; the bar is none in either.
 
     python -m benchmarks.idle --accelerator nvidia --out benchmarks/results/idle-h200.json
     python -m benchmarks.idle --accelerator cpu --smoke     # that it runs; no figures of a device
@@ -73,11 +73,13 @@ class Load:
 class Side:
     """An engine with overlap on or off that counts its steps. ids: of the last run's answers."""
 
-    def __init__(self, folder: Path, accelerator: str, overlap: bool, mtp: int, load: Load):
+    def __init__(
+        self, folder: Path, accelerator: str, overlap: bool, mtp: int, load: Load, cache: bool
+    ):
         self.load, self.on_device = load, accelerator == "nvidia"
         self.llm = LLM(
             folder, accelerator=accelerator, overlap=overlap, mtp=mtp, max_num_seqs=load.requests,
-            max_model_len=512, prefix_cache=False,
+            max_model_len=512, prefix_cache=cache,
         )  # fmt: skip
         self.steps, self.step = 0, self.llm._step
         self.llm._step = self._counted
@@ -176,11 +178,15 @@ def wide(path: Path) -> Path:
     return write_checkpoint(path, config, tensors, shards=1)
 
 
-def cell(folder: Path, name: str, accelerator: str, mtp: int, load: Load, runs: int, limit: float):
+def cell(
+    folder: Path, name: str, accelerator: str, mtp: int, load: Load, cache: bool, runs: int,
+    limit: float,
+):  # fmt: skip
     """One record: a model with or without drafts, both loops in turn, for `limit` seconds or so."""
     until = time.perf_counter() + limit
     sides = {
-        overlap: Side(folder, accelerator, overlap == "on", mtp, load) for overlap in ("off", "on")
+        overlap: Side(folder, accelerator, overlap == "on", mtp, load, cache)
+        for overlap in ("off", "on")
     }
     seconds: dict[str, list[float]] = {overlap: [] for overlap in sides}
     seen: dict[str, object] = {}
@@ -210,6 +216,7 @@ def cell(folder: Path, name: str, accelerator: str, mtp: int, load: Load, runs: 
     return measure.record(
         f"H2 {name}, {f'{mtp} drafts' if mtp else 'no drafts'}", seconds["on"], "ms a step",
         peer="overlap off", peer_samples=seconds["off"], correct=same, tokens_a_step=tokens,
+        prefix_cache=cache,
         device=torch.cuda.get_device_name() if accelerator == "nvidia" else "cpu",
         torch=torch.__version__, **seen,
     )  # fmt: skip
@@ -226,6 +233,7 @@ def main() -> int:
     parser.add_argument("--accelerator", default="nvidia", choices=("cpu", "nvidia"))
     parser.add_argument("--runs", type=int, default=21, help="of each loop, if there is time")
     parser.add_argument("--limit", type=float, default=200, help="seconds in all, roughly")
+    parser.add_argument("--prefix-cache", action="store_true", help="keep and find state")
     parser.add_argument("--smoke", action="store_true", help="few requests, few steps")
     parser.add_argument("--out", type=Path, help="a file for the records")
     asked = parser.parse_args()
@@ -241,7 +249,9 @@ def main() -> int:
         ends = time.perf_counter() + asked.limit
         for at, (name, mtp) in enumerate(cells):
             limit = (ends - time.perf_counter()) / (len(cells) - at)
-            entry = cell(folders[name], name, asked.accelerator, mtp, load, runs, limit)
+            entry = cell(
+                folders[name], name, asked.accelerator, mtp, load, asked.prefix_cache, runs, limit
+            )
             print(entry["bar"], entry["peer_value"], entry["value"], entry["unit"], flush=True)
             entries.append(entry)
     print()
@@ -259,7 +269,7 @@ def main() -> int:
     met = all(
         e.get("busy_on", 1) >= BUSY_BAR
         and e.get("recovered", 1) >= RECOVERED_BAR
-        and not e.get("waits_steady_on")
+        and not (e.get("waits_steady_on") or e.get("waits_churn_on"))
         for e in entries
     )
     verdict = (

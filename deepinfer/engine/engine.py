@@ -538,9 +538,9 @@ class LLM:
             if running:
                 self._deliver(flight, at, *running, landed, judged, now)
         self._landing = 0
-        if self._planner:
-            if self._planner.watch and judged:
-                self._planner.record(step, outcome, judged)
+        if self._planner and self._planner.watch and judged:
+            self._planner.record(step, outcome, judged)
+        if self._planner and self._planner.rules.varlen:
             landed.going_on = [
                 (at, sequence)
                 for at, sequence in enumerate(step.choosing)

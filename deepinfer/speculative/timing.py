@@ -24,8 +24,6 @@ SCHEMA = "deepinfer.step-times/1"
 _WINDOW = 15  # newest samples a median is of
 _TRIES = 3  # samples that make a count known
 _NEAR = 1.25  # counts this far apart need none between them
-_TRIES = 3  # samples that make a count known
-_NEAR = 1.25  # counts this far apart need none between them
 _SPREAD = 1.4826  # standard deviation / median absolute deviation, normal samples
 _ERROR = 1.2533  # standard error of a median / of a mean
 
@@ -50,6 +48,7 @@ class Curve:
         self._seconds: dict[float, float] = {}
         self._errors: dict[int, float] = {}
         self._changed: set[int] = set()
+        self._answers: dict[int, float] = {}  # seconds asked for since they last changed
 
     def observe(self, count: int, seconds: float) -> None:
         part = _part(count)
@@ -62,14 +61,18 @@ class Curve:
     def _learn(self) -> None:
         """Take in what was observed since the last question."""
         for part in {_part(count) for count in self._changed}:
-            for place in self._held.get(part, ()):
+            points, held = self._points(part), self._held.get(part, ())
+            if points == [(place, self._seconds[place]) for place in held]:
+                continue
+            self._answers.clear()
+            for place in held:
                 del self._places[bisect_left(self._places, place)], self._seconds[place]
-            points = self._points(part)
             self._held[part] = [place for place, _ in points]
             for place, value in points:
                 insort(self._places, place)
                 self._seconds[place] = value
         for count in self._changed:
+            self._answers.pop(count, None)
             some = self.samples[count]
             middle = median(some)
             if len(some) >= 5 and middle > 0:
@@ -81,6 +84,12 @@ class Curve:
         """Seconds at a count; 0 before anything is known."""
         if self._changed:
             self._learn()
+        seconds = self._answers.get(count)
+        if seconds is None:
+            seconds = self._answers[count] = self._answer(count)
+        return seconds
+
+    def _answer(self, count: int) -> float:
         if count in self._seconds:
             return self._seconds[count]
         line = self._line(count)

@@ -429,6 +429,20 @@ def test_an_unknown_curve_takes_rows_to_be_free_so_that_they_get_measured():
     assert schedule.budget(values, 2, times, times.noise, knows=times.knows) == 10
 
 
+def test_answers_of_a_curve_are_as_new_as_its_samples():
+    """They are kept; each sample may change any of them."""
+    draw, curve, samples = random.Random(5), Curve(), []
+    for _ in range(60):
+        samples.append((draw.choice((1, 2, 5, 9, 40, 70, 71)), draw.choice((1.0, 1.0, 2.0, 3.0))))
+        curve.observe(*samples[-1])
+        fresh = Curve()
+        for sample in samples:
+            fresh.observe(*sample)
+        wanted = [fresh(n) for n in range(1, 90, 3)]
+        for _ in "12":
+            assert [curve(n) for n in range(1, 90, 3)] == wanted
+
+
 def test_no_time_is_not_learned():
     times = StepTimes()
     times.observe(4, 1, 0.0, 0.0)
