@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from deepinfer.speculative.schedule import Schedule, confidences, cut, split, survivals
+from deepinfer.speculative.schedule import Schedule, confidences, split, survivals
 from deepinfer.speculative.trace import Trace, TraceStep, lines
 
 WORDS = ["def", " f", "(n", "):\n", "    ", "return", " n", "\n", " +", " 1"]
@@ -35,7 +35,7 @@ def simulate(
             budget = budgets[number] = schedule.budget(number, counts, noise, limit)
             shares = split(values, budget)
         elif threshold is not None:
-            shares = [cut(some, threshold) for some in values]
+            shares = [sum(value >= threshold for value in some) for some in values]
         else:
             shares = [mtp] * len(ready)
         chosen = {s: min(n, len(held[s]["ids"])) for s, n in zip(ready, shares, strict=True)}

@@ -61,11 +61,6 @@ class Sequence:
         return len(self.tokens) - len(self.request.prompt_ids)
 
     @property
-    def missing(self) -> int:
-        """Tokens still to be generated, at most."""
-        return self.request.max_new - self.generated
-
-    @property
     def pending(self) -> int:
         """Tokens not yet in memory: 1 while decoding, more while prefilling."""
         return len(self.tokens) - self.computed

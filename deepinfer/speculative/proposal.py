@@ -1,43 +1,12 @@
-"""The nouns of speculation: what was drafted, what stood, and the one way to count both.
+"""The one way to count what was drafted and what stood.
 
-A drafter fills in a `Proposal` per request and step, verification answers with a `Verdict`, the
-engine adds both up in `Counts`. Nothing here knows a tensor, a rule or a probability, nor may it
-import torch.
+Steps come in one by one or in sums, the `speculation` object of a result goes out. Nothing here
+knows a tensor, a rule or a probability, nor may it import torch.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-
-@dataclass(frozen=True, slots=True)
-class Proposal:
-    """Drafts of one request for the tokens that follow its newest one.
-
-    position: absolute position of the first draft; the newest token is at position - 1.
-    drafts: ids in order; -1 where the drafter's numbers were broken, which is never accepted.
-    survivals: for each draft the chance that it and all before it stand (`schedule.survivals`).
-    """
-
-    position: int
-    drafts: tuple[int, ...]
-    survivals: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What one step decided for one request.
-
-    accepted: how many of its drafts stand. tokens: these, then one token of the target's own: the
-    correction of the first draft that fell, or the bonus behind the last. broken: the row that
-    would have given that token was not finite or left nothing to choose; tokens is then the
-    accepted drafts alone, and the request fails, unless one of them ends it (behind the end of a
-    grammar nothing can be chosen, and nothing need be).
-    """
-
-    accepted: int
-    tokens: tuple[int, ...]
-    broken: bool = False
 
 
 @dataclass(slots=True)

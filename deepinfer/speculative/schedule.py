@@ -108,11 +108,6 @@ def split(values: Sequence[Sequence[float]], extra: int) -> list[int]:
     return out
 
 
-def cut(values: Sequence[float], threshold: float) -> int:
-    """How many drafts have a survival of at least `threshold`: the fixed cut for experiments."""
-    return sum(value >= threshold for value in values)
-
-
 class Schedule:
     """Remembers survivals until they make a budget.
 

@@ -19,7 +19,6 @@ import torch
 
 from deepinfer.sampling import rng, sampler
 from deepinfer.sampling.logits import Rows, weights
-from deepinfer.speculative.proposal import Verdict
 
 _FINE = 1 << 52  # weight of 1.0 in a residual; exact in float64
 _Number = TypeVar("_Number", int, torch.Tensor)
@@ -27,10 +26,13 @@ _Number = TypeVar("_Number", int, torch.Tensor)
 
 @dataclass(frozen=True)
 class Judged:
-    """What one step decided for R requests: a `Verdict` each, in columns.
+    """What one step decided for R requests, in columns.
 
-    accepted int64 [R]: how many drafts stand. tokens int64 [R, most]: these, then the target's own
-    token unless broken; the rest is -1. broken bool [R].
+    accepted int64 [R]: how many drafts stand. tokens int64 [R, most]: these, then one token of the
+    target's own, the correction of the first draft that fell or the bonus behind the last; the rest
+    is -1. broken bool [R]: the row that would have given that token was not finite or left nothing
+    to choose, and the request fails, unless one of the accepted drafts ends it (behind the end of a
+    grammar nothing can be chosen, and nothing need be).
     """
 
     accepted: torch.Tensor
@@ -118,15 +120,6 @@ def verify(
     tokens = tokens.masked_fill(behind >= accepted[:, None], -1)
     tokens = tokens.scatter(-1, accepted[:, None], last[:, None])
     return Judged(accepted, tokens, last < 0)
-
-
-def verdicts(judged: Judged) -> list[Verdict]:
-    """The same by request, on the host, which waits for it."""
-    columns = (judged.accepted.tolist(), judged.tokens.tolist(), judged.broken.tolist())
-    return [
-        Verdict(accepted, tuple(tokens[: accepted + (not broken)]), broken)
-        for accepted, tokens, broken in zip(*columns, strict=True)
-    ]
 
 
 def probabilities(scores: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from deepinfer.sampling.logits import Row, Rows
 from deepinfer.speculative.planner import Planner
 from deepinfer.speculative.schedule import DraftRules
 from deepinfer.speculative.timing import StepTimes
-from deepinfer.speculative.verify import propose, verdicts, verify
+from deepinfer.speculative.verify import propose, verify
 from tests.engine.fakes import (
     EOS,
     PAD,
@@ -31,6 +31,7 @@ from tests.engine.fakes import (
     one_hot,
     says,
 )
+from tests.verdicts import verdicts
 
 SURE = 20.0  # a raw confidence logit
 COUPLED = DraftRules(length=5, verify="coupled")

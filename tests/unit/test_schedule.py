@@ -80,12 +80,6 @@ def test_split_is_the_best_of_all_prefixes():
         assert worth(values, chosen) == pytest.approx(best)
 
 
-def test_fixed_cut():
-    conf = schedule.survivals([0.98, 0.95, 0.91, 0.62, 0.31])
-    assert schedule.cut(conf, 0.5) == 4
-    assert (schedule.cut(conf, 0.0), schedule.cut(conf, 1.0)) == (5, 0)
-
-
 # --- budget -------------------------------------------------------------------------------------
 
 

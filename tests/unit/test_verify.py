@@ -17,7 +17,7 @@ from deepinfer.sampling import logits as logits_module  # noqa: E402
 from deepinfer.sampling import rng, sampler  # noqa: E402
 from deepinfer.sampling.logits import Row, Rows  # noqa: E402
 from deepinfer.speculative import schedule, verify  # noqa: E402
-from deepinfer.speculative.proposal import Verdict  # noqa: E402
+from tests.verdicts import Verdict, verdicts  # noqa: E402
 
 G = np.uint64(rng.G)
 
@@ -241,7 +241,7 @@ def judge(x, rows, drafts, scores, rule):
     most = ids.shape[1] + 1
     judged = verify.verify(x, Rows.of(rows, "cpu"), first, ids, shares, cells, rule, most)
     assert judged.tokens.shape == (len(drafts), most)
-    return verify.verdicts(judged)
+    return verdicts(judged)
 
 
 def generate(requests, target, drafter, rule, tokens, draft_lengths, **params):
@@ -270,11 +270,11 @@ def generate(requests, target, drafter, rule, tokens, draft_lengths, **params):
                 x.append(target((*out[r], *drafts[at][:slot])))
                 rows.append(row(r, 1 + len(out[r]) + slot, **params))
         flat = [one for some in scores for one in some]
-        verdicts = judge(torch.stack(x), rows, drafts, torch.stack(flat) if flat else None, rule)
+        judged = judge(torch.stack(x), rows, drafts, torch.stack(flat) if flat else None, rule)
         for at, r in enumerate(going):
-            assert not verdicts[at].broken
-            out[r] += verdicts[at].tokens
-            accepted += verdicts[at].accepted
+            assert not judged[at].broken
+            out[r] += judged[at].tokens
+            accepted += judged[at].accepted
             verified += counts[at]
         step += 1
     return [ids[:tokens] for ids in out], verified, accepted
@@ -595,7 +595,7 @@ def test_void_rows_and_void_drafts_are_ignored(rule):
                 got = verify.verify(
                     wide_x, Rows.of(wide_rows, "cpu"), place, ids, shares, cells, rule, most
                 )
-                assert verify.verdicts(got) == wanted
+                assert verdicts(got) == wanted
                 rest = [[-1] * (most - len(verdict.tokens)) for verdict in wanted]
                 assert got.tokens.tolist() == [
                     [*verdict.tokens, *some] for verdict, some in zip(wanted, rest, strict=True)
@@ -618,7 +618,7 @@ def test_no_room_for_drafts_and_nobody_there(rule):
                 assert got.tokens[:, 0].tolist() == plain.tolist()
                 assert (got.tokens[:, 1:] == -1).all() and not got.accepted.any()
     got = verify.verify(x[:0], Rows.of([], "cpu"), none[:0], ids[:0], none[:0], None, rule, 4)
-    assert got.tokens.shape == (0, 4) and verify.verdicts(got) == []
+    assert got.tokens.shape == (0, 4) and verdicts(got) == []
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -676,7 +676,7 @@ def test_the_host_waits_for_nothing(rule, monkeypatch):
             verify.verify(x, named, first, ids[:, :0], shares * 0, None, rule, 6)
             verify.propose(x, named, 1, rule)
     with pytest.raises(RuntimeError), no_sync("cpu"):
-        verify.verdicts(verify.verify(x, named, first, ids, shares, cells, rule, 6))
+        verdicts(verify.verify(x, named, first, ids, shares, cells, rule, 6))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -691,5 +691,5 @@ def test_a_device_judges_as_the_host_and_is_not_waited_for(rule):
     with no_sync("cuda"):
         got = verify.verify(there[0], named, *there[1:], rule, 6)
         ids, _ = verify.propose(there[0], named, 1, rule)
-    assert verify.verdicts(got) == verify.verdicts(wanted)
+    assert verdicts(got) == verdicts(wanted)
     assert ids.cpu().tolist() == proposed.tolist()
