@@ -72,6 +72,10 @@ def hc_collapse(streams: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
     return torch.einsum("nc,nch->nh", pre, streams.float()).to(streams.dtype)
 
 
+def hc_norm(streams, pre, weight, eps):
+    return rmsnorm(hc_collapse(streams, pre), weight, eps)
+
+
 def hc_expand(x, streams, post, comb):
     mixed = torch.baddbmm(post.unsqueeze(-1) * x.unsqueeze(1).float(), comb.mT, streams.float())
     return mixed.to(streams.dtype)

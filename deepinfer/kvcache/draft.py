@@ -50,5 +50,5 @@ class RingContext:
         self, stage: int, q: torch.Tensor, kv: torch.Tensor, sink: torch.Tensor
     ) -> torch.Tensor:
         fmt = self.pools.formats.window
-        keys = torch.cat((self.pools.drafts[stage][self._places], fmt.encode(kv)))
+        keys = self.ops.extend(kv, fmt, self.pools.drafts[stage], self._places)
         return self.ops.sparse_attention(q, keys, self._columns, fmt, None, None, None, sink)

@@ -9,7 +9,7 @@ depends on the row alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -20,10 +20,6 @@ from deepinfer.kvcache.pools import Pools
 from deepinfer.kvcache.rows import StepRows
 from deepinfer.model.config import LayerSpec, ModelConfig
 from deepinfer.model.memory import Ops
-
-# Index scores held at once: rows x entries; on an accelerator, where calls are dear, more.
-_SCORES = 1 << 18
-_DEVICE_SCORES = 1 << 25
 
 
 @dataclass(frozen=True)
@@ -50,13 +46,13 @@ class _Windows:
 
 @dataclass(frozen=True)
 class _Batch:
-    """Some rows of requests with equally many of them: R requests, T rows each, n entries."""
+    """Requests with equally many rows: R requests, T rows each, n entries."""
 
-    rows: torch.Tensor  # [R, T] to read from; any row in a void cell
+    rows: torch.Tensor | None  # [R, T] to read from; any row in a void cell; None: all in order
     places: torch.Tensor  # [R, T] to write to: the same, but N in a void cell
     visible: torch.Tensor  # [R, T] entries that each row may see
     table: torch.Tensor  # [R, n] pool slot of each entry
-    whole: torch.Tensor  # [R, m] the same for all rows of these requests, m >= n
+    most: Sequence[int]  # [T] no row of the column sees more
 
 
 class StepMemory:
@@ -80,14 +76,15 @@ class StepMemory:
         """
         self.config, self.pools, self.ops = config, pools, ops
         self.device = pools.history.device
-        start = config.decoder_start
-        self._boundary = config.num_hidden_layers if start is None else start
         ratios = {*config.compress_ratios} - {0}
         self._step = step = StepRows(chunks, live, config.num_hidden_layers, ratios, pools)
+        start = config.decoder_start
+        alike = step.rows[0] is step.rows[1]  # no prompt is cut: one half has all layers
+        self._boundary = config.num_hidden_layers if start is None or alike else start
         self.positions = step.rows[0].positions
         self.kept = step.upper()
         self.ends = step.ends
-        self._windows = [self._window(half) for half in (0, 1)]
+        self._windows = [self._window(half) for half in range(1 if alike else 2)]
         self._copies = step.windows()
         self.ngrams = self._ngrams(mapped)
         self._ratio_groups = {ratio: self._groups(ratio) for ratio in ratios}
@@ -128,13 +125,12 @@ class StepMemory:
     ) -> torch.Tensor:
         formats, ring = self.pools.formats, self.pools.windows[layer.index]
         windows = self._windows[self._half(layer)]
-        new = formats.window.encode(kv)
-        # Load the old rows before storing the new ones: their places overlap.
-        window = torch.cat((ring[windows.past], new))
-        ring[windows.ring_places] = new[windows.ring_rows]
+        copies = None
         if self._copies is not None and layer.index < len(self.pools.snapshots):
-            rows, places = self._copies
-            self.pools.snapshots[layer.index][places] = new[rows]
+            copies = self.pools.snapshots[layer.index], *self._copies
+        window = self.ops.extend(
+            kv, formats.window, ring, windows.past, (windows.ring_rows, windows.ring_places), copies
+        )
         if layer.kv_source is None or layer.index_source is None:
             entries = slots = None
         else:
@@ -155,8 +151,9 @@ class StepMemory:
 
     def store_context(self, keys: Sequence[torch.Tensor]) -> None:
         """Keep each stage's context keys [rows, D] of ``context_rows``."""
+        window, places = self.pools.formats.window, self._windows[-1].ring_places
         for ring, new in zip(self.pools.drafts, keys, strict=True):
-            ring[self._windows[-1].ring_places] = self.pools.formats.window.encode(new)
+            self.ops.store(new, window, ring, places)
 
     # n-grams
 
@@ -219,8 +216,8 @@ class StepMemory:
 
     def store_entries(self, layer: LayerSpec, entries: torch.Tensor, keys: torch.Tensor) -> None:
         pools, places = self.pools, self._ratio_groups[layer.ratio].entry
-        pools.entries[layer.index][places] = pools.formats.entry.encode(entries)
-        pools.index[layer.index][places] = pools.formats.index.encode(keys)
+        self.ops.store(entries, pools.formats.entry, pools.entries[layer.index], places)
+        self.ops.store(keys, pools.formats.index, pools.index[layer.index], places)
 
     # selection
 
@@ -236,7 +233,7 @@ class StepMemory:
             visible = (live.starts.unsqueeze(1) + 1 + self._arange(live.most)) // ratio
             visible = torch.where(places < len(rows.of), visible, 0)
             most = [live.longest // ratio] * live.most
-            batches += self._cut(half, ratio, places, visible, live.pages, most)
+            batches.append(self._batch(half, ratio, places, visible, live.pages, most))
         first = 0 if live is None else len(live.slots)
         for (of, count), alike in chunks.alike.items() if chunks else ():
             if of != half:
@@ -248,10 +245,12 @@ class StepMemory:
             starts = chunks.starts[half][chunks.counts[half] == count]
             most = ((starts.max() + 1 + np.arange(count)) // ratio).tolist()
             pages = self._step.pages[members]
-            batches += self._cut(half, ratio, places, visible, pages, most)
+            batches.append(self._batch(half, ratio, places, visible, pages, most))
+        if len(batches) == 1 and batches[0].places.numel() == len(rows.of):
+            return [replace(batches[0], rows=None)]
         return batches
 
-    def _cut(
+    def _batch(
         self,
         half: int,
         ratio: int,
@@ -259,99 +258,41 @@ class StepMemory:
         visible: torch.Tensor,
         pages: torch.Tensor,
         most: Sequence[int],
-    ) -> list[_Batch]:
-        """Batches of so many rows that their scores are not too much at once.
-
-        places, visible [R, T]; pages [R, P]; most: the most entries that any row of each column
-        may see.
-        """
+    ) -> _Batch:
+        """places, visible [R, T]; pages [R, P]."""
         per_page = self.pools.page_tokens // ratio
         entry = self._arange(most[-1])
-        whole = pages[:, entry // per_page] * per_page + entry % per_page
+        table = pages[:, entry // per_page] * per_page + entry % per_page
         rows = places.clamp_max(len(self._step.rows[half].of) - 1)
-        scores = _SCORES if self.device.type == "cpu" else _DEVICE_SCORES
-        step = max(1, scores // max(1, whole.numel()))
-        cuts = [slice(t, t + step) for t in range(0, len(most), step)]
-        return [
-            _Batch(rows[:, t], places[:, t], visible[:, t], whole[:, : most[t][-1]], whole)
-            for t in cuts
-        ]
+        return _Batch(rows, places, visible, table, most)
 
     def select(self, layer: LayerSpec, q: torch.Tensor, weights: torch.Tensor) -> None:
         config = self.config
-        chosen = self.positions.new_full((q.shape[0] + 1, config.index_topk), -1)
-        self._chosen[layer.index] = chosen[:-1]
+        batches = self._batches[self._half(layer), layer.ratio]
+        if len(batches) != 1 or batches[0].rows is not None:
+            chosen = self.positions.new_full((q.shape[0] + 1, config.index_topk), -1)
+            self._chosen[layer.index] = chosen[:-1]
+        assert layer.kv_source is not None, "an index source has a KV source"
+        records, fmt = self.pools.index[layer.kv_source], self.pools.formats.index
+        candidates = within = None
+        if layer.candidate_source or layer.uses_candidates:
+            candidates = config.candidate_topk_blocks, config.candidate_block_size
         if layer.candidate_source:
             self._candidates = []
-        assert layer.kv_source is not None, "an index source has a KV source"
-        records = self.pools.index[layer.kv_source]
-        limit = config.candidate_topk_blocks * config.candidate_block_size
-        whole = keys = None
-        for number, batch in enumerate(self._batches[self._half(layer), layer.ratio]):
-            blocks = self._candidates[number] if layer.uses_candidates else None
-            if blocks is not None and batch.table.shape[1] > limit:
-                best = self._select_within(batch, blocks, records, q, weights)
+        for number, batch in enumerate(batches):
+            if layer.uses_candidates:
+                within = self._candidates[number]
+            if batch.rows is None:
+                rows = (x.unflatten(0, batch.places.shape) for x in (q, weights))
             else:
-                if whole is not batch.whole:  # once for all rows of a request
-                    whole = batch.whole
-                    keys = self.pools.formats.index.decode(records[whole])
-                best = self._select(layer, batch, blocks, keys, q, weights)
-            chosen[batch.places] = best
-
-    def _select(
-        self,
-        layer: LayerSpec,
-        batch: _Batch,
-        blocks: torch.Tensor | None,
-        keys: torch.Tensor,
-        q: torch.Tensor,
-        weights: torch.Tensor,
-    ) -> torch.Tensor:
-        """Pool slots [R, T, k] of the best entries, of all or of candidate ``blocks``; ``keys``
-        [R, m, d] of the whole table."""
-        config, n = self.config, batch.table.shape[1]
-        scores = self.ops.index_scores(q[batch.rows], keys[:, :n], weights[batch.rows])
-        allowed = None
-        if layer.candidate_source:
-            self._candidates.append(
-                self.ops.candidate_blocks(
-                    scores,
-                    batch.visible,
-                    config.candidate_topk_blocks,
-                    config.candidate_block_size,
-                )  # fmt: skip
-            )
-        elif blocks is not None:
-            allowed = blocks.repeat_interleave(config.candidate_block_size, -1)[..., :n]
-        best = self.ops.select(scores, batch.visible, config.index_topk, allowed)
-        if not n:
-            return best
-        flat = batch.table.unsqueeze(1).expand(-1, best.shape[1], -1)
-        return torch.where(best >= 0, flat.gather(-1, best.clamp_min(0)), -1)
-
-    def _select_within(
-        self,
-        batch: _Batch,
-        blocks: torch.Tensor,
-        records: torch.Tensor,
-        q: torch.Tensor,
-        weights: torch.Tensor,
-    ) -> torch.Tensor:
-        """The same, scoring nothing but the entries of each row's own candidate ``blocks``."""
-        config, device = self.config, self.device
-        count, size = config.candidate_topk_blocks, config.candidate_block_size
-        none = blocks.shape[-1]
-        order = torch.where(blocks, torch.arange(none, device=device), none).sort(-1).values
-        entries = order[..., :count, None] * size + torch.arange(size, device=device)
-        entries = entries.flatten(-2)  # ascending; past the end where a row has fewer blocks
-        allowed = (entries < batch.visible.unsqueeze(-1)).flatten(0, 1).unsqueeze(1)
-        table = batch.table.unsqueeze(1).expand(-1, entries.shape[1], -1)
-        slots = table.gather(-1, entries.clamp_max(table.shape[-1] - 1))
-        # Every row has keys of its own: R x T requests of one row each.
-        keys = self.pools.formats.index.decode(records[slots.flatten(0, 1)])
-        rows = batch.rows.flatten()[:, None]
-        scores = self.ops.index_scores(q[rows], keys, weights[rows])
-        everything = torch.full_like(rows, entries.shape[-1])
-        best = self.ops.select(scores, everything, config.index_topk, allowed)
-        best = best.view(*entries.shape[:2], -1)
-        return torch.where(best >= 0, slots.gather(-1, best.clamp_min(0)), -1)
+                rows = q[batch.rows], weights[batch.rows]
+            best, kept = self.ops.choose(
+                *rows, records, fmt, batch.table, batch.visible, batch.most, config.index_topk,
+                candidates, within,
+            )  # fmt: skip
+            if batch.rows is None:
+                self._chosen[layer.index] = best.flatten(0, 1)
+            else:
+                chosen[batch.places] = best
+            if layer.candidate_source:
+                self._candidates.append(kept)

@@ -67,7 +67,7 @@ def block(
     ``table`` is at the positions of these.
     """
     eps = config.rms_norm_eps
-    x = ops.rmsnorm(ops.hc_collapse(streams, pre), w.attn_norm, eps)
+    x = ops.hc_norm(streams, pre, w.attn_norm, eps)
     if w.attention.compressor is not None:
         compress(x, w.attention.compressor, layer, config, memory, rotary, ops)
     if kept is not None:
@@ -78,6 +78,6 @@ def block(
     x = attention(x, w.attention, layer, config, memory, table, ops)
     streams = ops.hc_expand(x, streams, post, comb)
     ffn_pre, post, comb = mixes(streams, w.hc_ffn, config, ops)
-    x = ops.rmsnorm(ops.hc_collapse(streams, attn_pre), w.ffn_norm, eps)
+    x = ops.hc_norm(streams, attn_pre, w.ffn_norm, eps)
     x = moe(x, w.ffn, config, ops)
     return ops.hc_expand(x, streams, post, comb), ffn_pre

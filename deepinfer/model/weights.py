@@ -31,8 +31,13 @@ class Source:
         return self.weights[self.prefix + name]
 
     def matrix(self, name: str) -> Any:
-        """A handle for the ops that multiply with it."""
-        return self.ops.prepare(self.stored(name))
+        """A handle for the ops that multiply with it.
+
+        A mapping whose tensors may be taken loses this one: the handle may hold its matrix in
+        another form, beside which the first need not stay.
+        """
+        take = getattr(self.weights, "take", self.weights.__getitem__)
+        return self.ops.prepare(take(self.prefix + name))
 
     def vector(self, name: str) -> torch.Tensor:
         return self.stored(name)

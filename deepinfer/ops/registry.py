@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
-from deepinfer.errors import UsageError
+from deepinfer.errors import EnvironmentProblem, UsageError
 from deepinfer.ops.specs import OpSpec, engram, hyper, linear, memory, moe, rowwise
 
 SPECS: dict[str, OpSpec] = {
@@ -25,7 +26,10 @@ SPECS: dict[str, OpSpec] = {
     for spec in family.SPECS
 }
 # Back end -> device types it serves; later entries are preferred where they hold the op.
-BACKENDS: dict[str, tuple[str, ...]] = {"torch": ("cpu", "cuda", "npu")}
+BACKENDS: dict[str, tuple[str, ...]] = {"torch": ("cpu", "cuda", "npu"), "cpu": ("cpu",)}
+# Back ends that run a library that has to be built first. Their functions are made for an open one:
+# in their modules, an op's name is a function from `Library` to the op.
+COMPILED = frozenset({"cpu"})
 
 
 @dataclass(frozen=True)
@@ -94,12 +98,27 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, str]:
     return chosen
 
 
-def explain(device: str, overrides: Iterable[str] = ()) -> list[Choice]:
-    """One ``Choice`` per op for a device type ("cpu", "cuda", "npu"). Raises ``UsageError``."""
+def explain(
+    device: str, overrides: Iterable[str] = (), built: Collection[str] = ()
+) -> list[Choice]:
+    """One ``Choice`` per op for a device type ("cpu", "cuda", "npu").
+
+    built: the compiled back ends whose library is here. Raises ``UsageError``, and
+    ``EnvironmentProblem`` where one was asked for that is not built.
+    """
     asked = parse_overrides(overrides)
+    usable = [b for b, on in BACKENDS.items() if device in on and _usable(b, built)]
+    for op, backend in asked.items():
+        if device in BACKENDS[backend] and backend not in usable:
+            raise EnvironmentProblem(
+                "extension-not-built",
+                f"the compiled kernels for {backend} are not built",
+                [f"--backend {op}={backend} asks for them"],
+                hint=f"deepinfer build --accelerator {backend}, or --backend all=torch",
+            )
     lines = []
     for name, spec in SPECS.items():
-        held = [b for b, on in BACKENDS.items() if device in on and implementation(spec, b)]
+        held = [b for b in usable if implementation(spec, b)]
         want = asked.get(name, asked.get("all"))
         if want is None:
             backend = held[-1]
@@ -119,20 +138,41 @@ def explain(device: str, overrides: Iterable[str] = ()) -> list[Choice]:
     return lines
 
 
-def order_dependent(device: str, overrides: Iterable[str] = ()) -> tuple[str, ...]:
-    """Ops whose chosen back end has no fixed-order version. Raises ``UsageError``."""
-    return tuple(c.op for c in explain(device, overrides) if not c.fixed_order)
+def _usable(backend: str, built: Collection[str]) -> bool:
+    return backend in built or backend not in COMPILED
 
 
-def build(device: str, overrides: Iterable[str] = (), *, keep_weights: bool = True) -> Ops:
+def order_dependent(
+    device: str, overrides: Iterable[str] = (), built: Collection[str] = ()
+) -> tuple[str, ...]:
+    """Ops whose chosen back end has no fixed-order version. Raises as ``explain``."""
+    return tuple(c.op for c in explain(device, overrides, built) if not c.fixed_order)
+
+
+def packed(device: str, overrides: Iterable[str] = (), built: Collection[str] = ()) -> bool:
+    """Does the chosen back end multiply with weights as they are stored? Raises as ``explain``."""
+    choices = {choice.op: choice.backend for choice in explain(device, overrides, built)}
+    return choices["prepare"] in COMPILED
+
+
+def build(
+    device: str,
+    overrides: Iterable[str] = (),
+    *,
+    keep_weights: bool = True,
+    libraries: Mapping[str, Any] = MappingProxyType({}),
+) -> Ops:
     """The op table for a device type.
 
     ``keep_weights``: the torch back end holds unpacked weights (eight bytes each) for speed.
+    ``libraries``: the open library of each compiled back end that may be chosen.
     """
     table: dict[str, Callable[..., Any]] = {}
-    for choice in explain(device, overrides):
+    for choice in explain(device, overrides, libraries):
         function = implementation(SPECS[choice.op], choice.backend)
         assert function is not None, f"{choice.backend} lost {choice.op}"
+        if choice.backend in COMPILED:
+            function = function(libraries[choice.backend])
         table[choice.op] = function
     table["prepare"] = partial(table["prepare"], keep=keep_weights)
     return Ops(table)

@@ -190,6 +190,13 @@ def _by_row(args: list[Any], result: Any, names: Mapping[int, str]) -> tuple:
     return _joined(*inputs), _joined(*map(fingerprint, results))
 
 
+def _stored(args: list[Any], result: Any, names: Mapping[int, str]) -> tuple:
+    """Of `store` and `extend`: the records of new rows."""
+    x, fmt, target, places, *_ = args
+    records = target[places] if result is None else result[len(places) :]
+    return fingerprint(x), fingerprint(records)
+
+
 def _selection(args: list[Any], result: torch.Tensor, names: Mapping[int, str]) -> tuple:
     """Of `select` and `candidate_blocks`: only visible entries are read."""
     scores, visible, *more = args
@@ -209,6 +216,22 @@ def _scores(args: list[Any], result: torch.Tensor, names: Mapping[int, str]) -> 
     return _joined(row, entry), fingerprint(result, 3)
 
 
+def _chosen(args: list[Any], result: tuple[Any, Any], names: Mapping[int, str]) -> tuple:
+    """Of `choose`: the keys that a row sees, in their order, and those of them that it chose."""
+    q, weights, records, _, table, visible, *more = args
+    slots, kept = result
+    named = torch.cat((table.flatten(), slots.clamp_min(0).flatten()))
+    used, where = torch.unique(named, return_inverse=True)
+    found = fingerprint(records[used])[where]
+    keys, best = found[: table.numel()].view_as(table), found[table.numel() :].view_as(slots)
+    keys = (_mixed(keys) * _factors(keys.shape[1], keys.device)).cumsum(-1)
+    seen = torch.nn.functional.pad(keys, (1, 0)).gather(-1, visible)
+    inputs = [fingerprint(q, 2), fingerprint(weights, 2), fingerprint(visible, 2), seen]
+    inputs += [fingerprint(x, 2) for x in more if isinstance(x, torch.Tensor)]
+    best = fingerprint(torch.where(slots < 0, 0, best), 2)
+    return _joined(*inputs), best if kept is None else _joined(best, fingerprint(kept, 2))
+
+
 def _attention(args: list[Any], result: torch.Tensor, names: Mapping[int, str]) -> tuple:
     """Of `sparse_attention`: the records that each row's lists name."""
     q, window, window_slots, _, entries, entry_slots, _, _ = args
@@ -222,8 +245,11 @@ def _attention(args: list[Any], result: torch.Tensor, names: Mapping[int, str]) 
 
 
 _PAIRS: dict[str, Callable[..., tuple]] = {
+    "store": _stored,
+    "extend": _stored,
     "select": _selection,
     "candidate_blocks": _selection,
     "index_scores": _scores,
+    "choose": _chosen,
     "sparse_attention": _attention,
 }

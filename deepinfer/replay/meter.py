@@ -77,7 +77,6 @@ class Meter:
         self._keys: list[list[torch.Tensor]] = [[] for _ in range(layers)]
         self._oldest: list[list[torch.Tensor]] = [[] for _ in range(layers)]
         self._seen: dict[int, tuple[torch.Tensor, ...]] = {}
-        self._candidates: list[torch.Tensor] = []
 
     def __enter__(self) -> Meter:
         runner, table = self._runner, vars(self._runner.ops)
@@ -85,7 +84,7 @@ class Meter:
         self._model = runner.model
         for name in (
             "linear", "linear_f32", "grouped_linear", "hc_mix", "moe",
-            "sparse_attention", "candidate_blocks", "select",
+            "sparse_attention", "choose",
         ):  # fmt: skip
             table[name] = self._counted(name)
         runner.model = _WatchedModel(self._model, self)
@@ -156,11 +155,6 @@ class Meter:
 
     def _selects(self, layer: int) -> None:
         self._layer = layer
-        if self.config.layers[layer].candidate_source:
-            self._candidates = []
-        elif self.config.layers[layer].uses_candidates:
-            scored = sum(self._candidates[1:], self._candidates[0])
-            self._await("indexer", self._index_flops, scored)
 
     def _stores(self, layer: int, first: torch.Tensor, ratio: int) -> None:
         """Keys of the groups that begin at positions `first`."""
@@ -224,17 +218,15 @@ class Meter:
         if entry_slots is not None:
             self._await("attention", times, self._visible(entry_slots).sum())
 
-    def _count_candidate_blocks(
-        self, kept: torch.Tensor, scores: torch.Tensor, visible: torch.Tensor, count: int, size: int
-    ) -> None:
-        # A block counts as a whole, also the newest one, which may not be full yet.
-        self._candidates.append(torch.minimum(visible, kept.sum(-1) * size).sum())
-
-    def _count_select(
-        self, y: torch.Tensor, scores: torch.Tensor, visible: torch.Tensor, *rest: Any
-    ) -> None:
-        if not self.config.layers[self._layer].uses_candidates:
-            self._await("indexer", self._index_flops, visible.sum())
+    def _count_choose(
+        self, y: Any, q: torch.Tensor, weights: torch.Tensor, records: torch.Tensor, fmt: Any,
+        table: torch.Tensor, visible: torch.Tensor, most: Any, k: int,
+        candidates: tuple[int, int] | None = None, within: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        if candidates is not None and within is not None:
+            # A block counts as a whole, also the newest one, which may not be full yet.
+            visible = torch.minimum(visible, within.sum(-1) * candidates[1])
+        self._await("indexer", self._index_flops, visible.sum())
 
     @property
     def _index_flops(self) -> int:

@@ -169,6 +169,9 @@ class TrainingOps:
     def hc_collapse(self, streams: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
         return self._collapse(streams, pre)
 
+    def hc_norm(self, streams, pre, weight, eps: float) -> torch.Tensor:
+        return self.rmsnorm(self.hc_collapse(streams, pre), weight, eps)
+
     def hc_expand(self, x, streams, post, comb) -> torch.Tensor:
         return self._expand(x, streams, post, comb)
 

@@ -108,17 +108,17 @@ def test_a_sum_that_depends_on_the_rows_is_found_and_named(floats, monkeypatch):
 
 @pytest.mark.parametrize(
     ("op", "where", "place"),
-    [("rmsnorm", "blocks.0.attn_norm", 9), ("pool", "blocks.1.attention.compressor.wgate", 5),
+    [("hc_norm", "blocks.0.attn_norm", 9), ("pool", "blocks.1.attention.compressor.wgate", 5),
      ("hc_mix", "blocks.0.hc_attn.fn", 9), ("sparse_attention", "blocks.0.attention.sink", 9),
-     ("moe", "blocks.0.ffn.experts.0", 9), ("index_scores", "blocks.1.attention.indexer", 1)],
+     ("moe", "blocks.0.ffn.experts.0", 9), ("choose", "blocks.1.attention.indexer", 1)],
 )  # fmt: skip
 def test_any_op_is_named_with_the_row(floats, monkeypatch, op, where, place):
     plant(monkeypatch, op, wrong_from(getattr(registry.build("cpu"), op), place))
-    # The second dimension of index scores is a request's rows, the first one requests.
-    report = broken(floats, op, [Cell(8) if op == "index_scores" else Cell(3, chunk=6)])
+    # The second dimension of a choice is a request's rows, the first one requests.
+    report = broken(floats, op, [Cell(8) if op == "choose" else Cell(3, chunk=6)])
     found = report.failures[0].difference
     assert found.op == op and found.where.startswith(where), found
-    assert found.position is not None or op == "index_scores"
+    assert found.position is not None or op == "choose"
 
 
 def test_without_the_promise_the_mode_is_refused(floats, monkeypatch):

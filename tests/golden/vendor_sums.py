@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from deepinfer.ops.torch.hyper import hc_split
+from deepinfer.ops.torch.hyper import hc_collapse, hc_split
 from deepinfer.ops.torch.memory import KEY_BLOCK
 from deepinfer.ops.torch.rowwise import sigmoid
 
@@ -22,6 +22,10 @@ def inverse_rms(x, eps):
 def rmsnorm(x, weight, eps):
     x32 = x.float()
     return (x32 * inverse_rms(x32, eps) * weight.float()).to(x.dtype)
+
+
+def hc_norm(streams, pre, weight, eps):
+    return rmsnorm(hc_collapse(streams, pre), weight, eps)
 
 
 def hc_mix(streams, fn, scale, base, iterations, hc_eps, norm_eps):
@@ -73,6 +77,7 @@ def _attend(q, slots, keys, sink):
 
 OPS = {
     "rmsnorm": rmsnorm,
+    "hc_norm": hc_norm,
     "hc_mix": hc_mix,
     "engram_gate": engram_gate,
     "sparse_attention": sparse_attention,

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from deepinfer import LLM, SamplingParams
+from deepinfer.core.step import Likelihoods
 from deepinfer.replay import drift
 from deepinfer.replay.drift import Trial, compare, joined
-from deepinfer.sampling.sampler import logprobs
+from deepinfer.sampling.sampler import likelihoods, logprobs
 from tests import t6
 
 DECODER_LAYERS, WINDOW = 3, 16
@@ -103,7 +104,9 @@ def test_the_cut_is_the_engine_s(tmp_path, trial):
     with LLM(folder, accelerator="cpu", swa_keep=t6.KEEP, page_tokens=t6.PAGE_TOKENS) as engine:
         [result] = engine.generate([ids], asked)
     [rows] = trial.forced([ids], [result.token_ids], t6.KEEP)
-    assert result.logprobs == tuple(logprobs(rows, result.token_ids, [1] * 6))
+    targets = torch.tensor(result.token_ids)
+    held = Likelihoods(**likelihoods(rows, torch.arange(6), targets, 1))
+    assert result.logprobs == tuple(logprobs(held, 0, result.token_ids, 1))
 
 
 def test_groups_fit_and_keep_the_order(trial):

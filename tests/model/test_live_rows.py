@@ -243,6 +243,18 @@ def test_beside_prompts(model):
     decode(model, by_chunks, by_live, requests + more, 3, rng)
 
 
+def test_as_many_places_as_rows(plain_model):
+    """Two requests of one row each have 12 places; with a chunk of ten the step has 12 rows."""
+    by_chunks, by_live, requests = started(plain_model, (20, 41), (1, 4))
+    tokens = [r.ids[r.certain :][:1] for r in requests]
+    more = Chunk(6, 0, tuple(prompt(10, 6)), tuple(range(6 * PAGES, 6 * PAGES + 3)), 10)
+    chunks = tuple(r.chunk(PAGE, t) for r, t in zip(requests, tokens, strict=True))
+    want = by_chunks.forward(StepPlan((*chunks, more)))
+    live = live_rows(by_live, PAGE, requests, tokens, [0, 0])
+    assert live.most * len(requests) == len(want)
+    assert torch.equal(by_live.forward(StepPlan((more,)), live), want)
+
+
 def test_void_rows_leave_no_trace(plain_model):
     """What is certain is as if they had not been, and pages that nobody owns are untouched."""
     lengths, slots = (3, 18, 41), (1, 2, 5)

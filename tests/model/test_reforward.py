@@ -16,9 +16,9 @@ from deepinfer.checkpoint.load import load_weights
 from deepinfer.core.step import Chunk, StepPlan
 from deepinfer.engine.runner import Runner
 from deepinfer.errors import UsageError
-from deepinfer.kvcache.memory import StepMemory
 from deepinfer.model.transformer import Transformer
 from deepinfer.ops import registry
+from deepinfer.ops.torch import memory
 from deepinfer.tokenizer.mapping import NO_TOKEN, TokenMap
 from tests import plain, t6
 
@@ -133,71 +133,61 @@ def test_far_beyond_the_window(model, size):
     assert model.written(0) == model.entries_of(96)
 
 
+@pytest.fixture
+def choices(model, monkeypatch):
+    """Every call of `choose` from now on: its visible counts, `within` and results."""
+    calls, choose = [], model.ops.choose
+
+    def recorded(q, weights, records, fmt, table, visible, most, k, candidates, within):
+        out = choose(q, weights, records, fmt, table, visible, most, k, candidates, within)
+        assert table.shape[1] == most[-1] == visible.max()
+        calls.append((visible, within, *out))
+        return out
+
+    monkeypatch.setattr(model.ops, "choose", recorded)
+    return calls
+
+
 @pytest.mark.parametrize("size", [32, 96])
-def test_the_indexer_chooses_from_all_entries(model, monkeypatch, size):
+def test_the_indexer_chooses_from_all_entries(model, choices, size):
     """DI-08: the last token may choose from 48 entries of ratio 2, not the 16 of its chunk."""
-    seen = []
-
-    def recorded(scores, visible, k, allowed=None):
-        best = select(scores, visible, k, allowed)
-        seen.append((scores.shape[-1], int(visible.max()), best))
-        return best
-
-    select = model.ops.select
-    monkeypatch.setattr(model.ops, "select", recorded)
     model.chunked(prompt(96), size)
-    # One selection of each of the three index sources a chunk: ratio 2, ratio 1, and the last
-    # among the 64 entries of its candidate blocks.
-    assert [entry[:2] for entry in seen[-3:]] == [(48, 48), (96, 96), (64, 64)]
-    best = seen[-3][2][0]  # [rows, k]
+    # One selection of each of the three index sources a chunk: ratio 2, and twice ratio 1.
+    assert [int(visible.max()) for visible, *_ in choices[-3:]] == [48, 96, 96]
+    slots = choices[-3][2][0]  # [rows, k]; the first pages: slots are entries
     if size == 32:
-        assert (best < 32).any(1).all(), "every row chooses something of an earlier chunk"
+        assert ((slots >= 0) & (slots < 32)).any(1).all(), "of an earlier chunk"
 
 
-def test_candidates_limit_the_later_sources(model, monkeypatch):
-    """Layer 5 scores and chooses among the 8 blocks of 8 that layer 3 kept, of 12."""
-    masks, blocks = [], []
-
-    def recorded(scores, visible, k, allowed=None):
-        masks.append(allowed)
-        assert allowed is None or scores.shape == allowed.shape
-        return select(scores, visible, k, allowed)
-
-    def kept(*args):
-        blocks.append(candidate_blocks(*args))
-        return blocks[-1]
-
-    select, candidate_blocks = model.ops.select, model.ops.candidate_blocks
-    monkeypatch.setattr(model.ops, "select", recorded)
-    monkeypatch.setattr(model.ops, "candidate_blocks", kept)
+def test_candidates_limit_the_later_sources(model, choices):
+    """Layer 5 chooses among the 8 blocks of 8 that layer 3 kept, of 12."""
     model.step((0, 0, prompt(96)))
-    first, second, third = masks
-    assert first is None and second is None
-    assert blocks[0][0, -1].sum() == 8 and blocks[0][0, -1, 11], "the newest block stays"
-    assert third.shape == (96, 1, 64) and third[-1].all()
-    assert [int(row.sum()) for row in third[:3, 0]] == [1, 2, 3], "visible entries only"
+    first, second, third = choices
+    assert first[1] is None and second[1] is None and first[3] is None and third[3] is None
+    kept = second[3]
+    assert third[1] is kept and kept.shape == (1, 96, 12)
+    assert kept[0, -1].sum() == 8 and kept[0, -1, 11], "the newest block stays"
+    assert kept[0].sum(1).tolist()[:17] == [1] * 8 + [2] * 8 + [3], "visible entries only"
+    slots = third[2][0, -1]
+    assert kept[0, -1][slots[slots >= 0] // 8].all()
 
 
-def test_scoring_candidates_alone_chooses_what_a_mask_chooses(model, monkeypatch):
+def test_scoring_candidates_alone_chooses_what_a_mask_chooses(model, choices, monkeypatch):
     """The gathered form of the last index source against scores of everything, masked."""
-    ids, found, select = prompt(96), [], StepMemory.select
-
-    def recorded(memory, layer, *rest):
-        select(memory, layer, *rest)
-        found.append(memory._chosen[layer.index].clone())
-
-    monkeypatch.setattr(StepMemory, "select", recorded)
-    for within in (StepMemory._select_within, masked_select):
-        monkeypatch.setattr(StepMemory, "_select_within", within)
+    ids, plain = prompt(96), memory._choose_within
+    for within in (plain, masked):
+        monkeypatch.setattr(memory, "_choose_within", within)
         model.step((0, 0, ids[:50]))
         model.step((0, 50, ids[50:]))
-    assert len(found) == 12
-    assert all(torch.equal(a, b) for a, b in zip(found[:6], found[6:], strict=True))
+    assert len(choices) == 12
+    for one, other in zip(choices[:6], choices[6:], strict=True):
+        assert torch.equal(one[2], other[2])
 
 
-def masked_select(memory, batch, blocks, records, q, weights):
-    keys = memory.pools.formats.index.decode(records[batch.whole])
-    return memory._select(memory.config.layers[5], batch, blocks, keys, q, weights)
+def masked(q, weights, records, fmt, table, visible, k, candidates, within):
+    scores = memory.index_scores(q, fmt.decode(records[table]), weights)
+    allowed = within.repeat_interleave(candidates[1], -1)[..., : table.shape[1]]
+    return memory._slots(table, memory.select(scores, visible, k, allowed))
 
 
 def test_rope_bases_are_read(model):

@@ -68,8 +68,8 @@ def linear_f32(n):
 
 
 def grouped_linear(n):
-    handle = weight(2 * 24, 160)
-    return (normal(n, 2, 160),), lambda x: OPS.grouped_linear(x, handle)
+    handles = weight(2 * 24, 160), weight(2 * 48, 160, kind="fp8")
+    return (normal(n, 2, 160),), lambda x: [OPS.grouped_linear(x, w) for w in handles]
 
 
 def hc_mix(n):
@@ -82,12 +82,49 @@ def hc_collapse(n):
     return (normal(n, 4, 33), normal(n, 4, dtype=torch.float32, seed=1)), OPS.hc_collapse
 
 
+def hc_norm(n):
+    w = normal(33, seed=2)
+    rows = normal(n, 4, 33), normal(n, 4, dtype=torch.float32, seed=1)
+    return rows, lambda s, pre: OPS.hc_norm(s, pre, w, 1e-20)
+
+
 def hc_expand(n):
     rows = (
         normal(n, 33), normal(n, 4, 33, seed=1),
         normal(n, 4, dtype=torch.float32, seed=2), normal(n, 4, 4, dtype=torch.float32, seed=3),
     )  # fmt: skip
     return rows, OPS.hc_expand
+
+
+FORMATS = [RecordFormat(kind, 96, BF16) for kind in ("window", "entry", "index", "plain")]
+
+
+def store(n):
+    def run(x):
+        found = [torch.zeros((len(x), fmt.nbytes), dtype=torch.uint8) for fmt in FORMATS]
+        for fmt, target in zip(FORMATS, found, strict=True):
+            OPS.store(x, fmt, target, torch.arange(len(x)).flip(0))
+        return [target.flip(0) for target in found]
+
+    return (normal(n, 96),), run
+
+
+def extend(n):
+    def run(x):
+        found, every = [], torch.arange(len(x))
+        for fmt in FORMATS:
+            ring = torch.arange(9 * fmt.nbytes).to(torch.uint8).view(9, -1)
+            past, copy = torch.tensor([8, 2, 2]), torch.zeros((len(x), fmt.nbytes)).byte()
+            want = ring[past]
+            last = every[-5:]
+            out = OPS.extend(x, fmt, ring, past, (last, last % 9), (copy, every.flip(0), every))
+            assert torch.equal(out[:3], want)
+            assert torch.equal(out[3:][last], ring[last % 9])
+            assert torch.equal(OPS.extend(x, fmt, ring, past)[3:], out[3:])
+            found += [out[3:], copy.flip(0)]
+        return found
+
+    return (normal(n, 96),), run
 
 
 def pool(n):
@@ -118,6 +155,23 @@ def select(n):
 def candidate_blocks(n):
     scores = normal(n, 100).mul(2).round() / 2
     return (scores, integers(101, n)), lambda s, v: OPS.candidate_blocks(s, v, 4, 8)
+
+
+def choose(n):
+    fmt = RecordFormat("index", 64, BF16)
+    records, shared = fmt.encode(normal(200, 64, seed=1)), integers(200, 1, 100, seed=2)
+    q = OPS.quantise_index(normal(n, 4, 64, seed=3))
+    rows = q, normal(n, 4, seed=4), integers(101, n, seed=5), integers(200, n, 100, seed=6)
+
+    def run(q, weights, visible, own):
+        args = q[None], weights[None], records, fmt, shared, visible[None], [100] * len(q), 16
+        best, kept = OPS.choose(*args, (4, 8))
+        within, none = OPS.choose(*args, (4, 8), kept)
+        assert none is None
+        args = q[:, None], weights[:, None], records, fmt, own, visible[:, None], [100], 16
+        return best[0], kept[0], within[0], OPS.choose(*args)[0][:, 0]
+
+    return rows, run
 
 
 def sparse_attention(n):
@@ -173,8 +227,9 @@ CASES = {
     f.__name__: f
     for f in (
         rmsnorm, rope, rope_table, linear, linear_f32, grouped_linear, hc_mix, hc_collapse,
-        hc_expand, pool, quantise_index, index_scores, select, candidate_blocks,
-        sparse_attention, router, moe, engram_rows, engram_lookup, engram_gate,
+        hc_norm, hc_expand, store, extend, pool, quantise_index, index_scores, select,
+        candidate_blocks,
+        choose, sparse_attention, router, moe, engram_rows, engram_lookup, engram_gate,
     )
 }  # fmt: skip
 
@@ -309,19 +364,22 @@ def chosen(scores, visible, allowed=None, k=4):
 NEVER = float("-inf")
 
 
+DI07 = [
+    ([3.0, 5.0, 9.0, 9.0], 2, None, [0, 1, -1, -1]),
+    ([3.0, 5.0, 9.0, 9.0], 0, None, [-1, -1, -1, -1]),
+    ([1.0] * 6 + [9.0], 6, None, [0, 1, 2, 3]),
+    ([NEVER, 2.0, NEVER, 1.0, 9.0, 9.0], 4, None, [0, 1, 2, 3]),
+    ([9.0, NEVER, 2.0, NEVER], 4, [False, True, True, True], [1, 2, 3, -1]),
+    ([9.0] * 16 + [0.0, 1.0, 2.0], 19, [False] * 16 + [True] * 3, [16, 17, 18, -1]),
+    ([1.0, 2.0, float("nan"), float("nan")], 2, None, [0, 1, -1, -1]),
+    ([1.0, float("nan"), 2.0], 3, [True, False, True], [0, 2, -1, -1]),
+    ([-0.0, 0.0, -0.0, 0.0, 0.0], 5, None, [0, 1, 2, 3]),
+]
+
+
 @pytest.mark.parametrize(
     "scores, visible, allowed, want",
-    [
-        ([3.0, 5.0, 9.0, 9.0], 2, None, [0, 1, -1, -1]),
-        ([3.0, 5.0, 9.0, 9.0], 0, None, [-1, -1, -1, -1]),
-        ([1.0] * 6 + [9.0], 6, None, [0, 1, 2, 3]),
-        ([NEVER, 2.0, NEVER, 1.0, 9.0, 9.0], 4, None, [0, 1, 2, 3]),
-        ([9.0, NEVER, 2.0, NEVER], 4, [False, True, True, True], [1, 2, 3, -1]),
-        ([9.0] * 16 + [0.0, 1.0, 2.0], 19, [False] * 16 + [True] * 3, [16, 17, 18, -1]),
-        ([1.0, 2.0, float("nan"), float("nan")], 2, None, [0, 1, -1, -1]),
-        ([1.0, float("nan"), 2.0], 3, [True, False, True], [0, 2, -1, -1]),
-        ([-0.0, 0.0, -0.0, 0.0, 0.0], 5, None, [0, 1, 2, 3]),
-    ],
+    DI07,
     ids=["two", "none", "ties", "minus infinity", "minus infinity beside masked", "masked first",
          "NaN in padding", "NaN masked", "signed zeros"],
 )  # fmt: skip

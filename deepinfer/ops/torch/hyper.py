@@ -10,7 +10,7 @@ import torch
 
 from deepinfer.ops.torch import blocked
 from deepinfer.ops.torch.linear import Weight
-from deepinfer.ops.torch.rowwise import inverse_rms, sigmoid
+from deepinfer.ops.torch.rowwise import inverse_rms, rmsnorm, sigmoid
 
 
 def hc_mix(
@@ -58,6 +58,13 @@ def hc_collapse(streams: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
     """x [N, H] = sum_k pre[k] S[k], in the streams' dtype."""
     terms = (pre.unsqueeze(-1) * streams).unbind(1)
     return sum(terms[1:], terms[0]).to(streams.dtype)
+
+
+def hc_norm(
+    streams: torch.Tensor, pre: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """RMS norm [N, H] of what `hc_collapse` gives."""
+    return rmsnorm(hc_collapse(streams, pre), weight, eps)
 
 
 def hc_expand(

@@ -6,6 +6,8 @@ model spec §3.6-3.8; key order and blocking of 64: serving semantics §6.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from deepinfer.device import sync
@@ -22,6 +24,40 @@ _WEIGHT_BITS = 25
 # accelerator, where every call costs some microseconds, as much as is easily spared.
 _LIMIT = 8 << 20
 _DEVICE_LIMIT = 2 << 30
+# Index scores held at once: rows x entries; on an accelerator, where calls are dear, more.
+_SCORES = 1 << 18
+_DEVICE_SCORES = 1 << 25
+
+
+def store(x: torch.Tensor, fmt: RecordFormat, target: torch.Tensor, places: torch.Tensor) -> None:
+    """Records of rows x [N, width] go to ``places`` int64 [N] of ``target`` [slots, bytes]."""
+    target[places] = fmt.encode(x)
+
+
+def extend(
+    x: torch.Tensor,
+    fmt: RecordFormat,
+    ring: torch.Tensor,
+    past: torch.Tensor,
+    kept: tuple[torch.Tensor, torch.Tensor] | None = None,
+    copies: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Records uint8 [P + N, bytes]: those at ``past`` int64 [P] of ``ring``, then those of x
+    [N, width].
+
+    Afterwards some new ones are stored: ``kept`` (rows, places), both int64 [M], in the ring;
+    ``copies`` (target, rows, places) likewise elsewhere.
+    """
+    new = fmt.encode(x)
+    # Old records are loaded before new ones are stored: their places overlap.
+    records = torch.cat((ring[past], new))
+    if kept is not None:
+        rows, places = kept
+        ring[places] = new[rows]
+    if copies is not None:
+        target, rows, places = copies
+        target[places] = new[rows]
+    return records
 
 
 def pool(v: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
@@ -101,6 +137,92 @@ def candidate_blocks(
     seen = -(-visible // size)
     kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, chosen, True)
     return kept & (torch.arange(blocks, device=scores.device) < seen.unsqueeze(-1))
+
+
+def choose(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    records: torch.Tensor,
+    fmt: RecordFormat,
+    table: torch.Tensor,
+    visible: torch.Tensor,
+    most: Sequence[int],
+    k: int,
+    candidates: tuple[int, int] | None = None,
+    within: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Slots int64 [R, T, k] of the entries with the best index scores, ascending by entry, -1 at
+    the end.
+
+    Index queries q [R, T, h, d], head weights [R, T, h]; ``records`` uint8 [slots, bytes] of index
+    keys in format ``fmt``; ``table`` int64 [R, n]: the slot of each entry of a request, of which a
+    row sees the first ``visible`` int64 [R, T], and in column t of T none sees more than
+    ``most[t]``, ascending. ``candidates`` (count, size): the best blocks of so many entries go out
+    as well, bool [R, T, ceil(n / size)], or, given as ``within``, are all that a row may choose
+    from. The host never waits.
+    """
+    (requests, columns), n = visible.shape, table.shape[1]
+    limit = _SCORES if q.device.type == "cpu" else _DEVICE_SCORES
+    step = max(1, limit // max(1, table.numel()))
+    kept = keys = None
+    if candidates is not None and within is None:
+        blocks = -(-n // candidates[1])
+        kept = torch.zeros((requests, columns, blocks), dtype=torch.bool, device=q.device)
+    parts = []
+    for first in range(0, columns, step):
+        t = slice(first, first + step)
+        some = table[:, : most[t][-1]]
+        rows = q[:, t], weights[:, t], records, fmt, some, visible[:, t], k
+        if within is not None and some.shape[1] > candidates[0] * candidates[1]:
+            parts.append(_choose_within(*rows, candidates, within[:, t]))
+            continue
+        if keys is None:  # once for all rows of a request
+            keys = fmt.decode(records[table])
+        scores = index_scores(q[:, t], keys[:, : some.shape[1]], weights[:, t])
+        allowed = None
+        if within is not None:
+            allowed = within[:, t].repeat_interleave(candidates[1], -1)[..., : some.shape[1]]
+        elif kept is not None:
+            best = candidate_blocks(scores, visible[:, t], *candidates)
+            kept[:, t, : best.shape[-1]] = best
+        parts.append(_slots(some, select(scores, visible[:, t], k, allowed)))
+    return torch.cat(parts, 1) if parts else table.new_empty((requests, 0, k)), kept
+
+
+def _slots(table: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
+    """Of entries [R, T, k], -1: none, in ``table`` [R, n]."""
+    if not table.shape[1]:
+        return best
+    flat = table.unsqueeze(1).expand(-1, best.shape[1], -1)
+    return torch.where(best >= 0, flat.gather(-1, best.clamp_min(0)), -1)
+
+
+def _choose_within(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    records: torch.Tensor,
+    fmt: RecordFormat,
+    table: torch.Tensor,
+    visible: torch.Tensor,
+    k: int,
+    candidates: tuple[int, int],
+    within: torch.Tensor,
+) -> torch.Tensor:
+    """``choose``, scoring nothing but the entries of each row's own blocks."""
+    count, size = candidates
+    none = within.shape[-1]
+    order = torch.where(within, torch.arange(none, device=q.device), none).sort(-1).values
+    entries = order[..., :count, None] * size + torch.arange(size, device=q.device)
+    entries = entries.flatten(-2)  # ascending; past the end where a row has fewer blocks
+    allowed = (entries < visible.unsqueeze(-1)).flatten(0, 1).unsqueeze(1)
+    flat = table.unsqueeze(1).expand(-1, entries.shape[1], -1)
+    slots = flat.gather(-1, entries.clamp_max(table.shape[-1] - 1))
+    # Every row has keys of its own: R x T requests of one row each.
+    keys = fmt.decode(records[slots.flatten(0, 1)])
+    scores = index_scores(q.flatten(0, 1).unsqueeze(1), keys, weights.flatten(0, 1).unsqueeze(1))
+    everything = torch.full_like(allowed[..., 0], entries.shape[-1], dtype=torch.int64)
+    best = select(scores, everything, k, allowed).view(*entries.shape[:2], -1)
+    return torch.where(best >= 0, slots.gather(-1, best.clamp_min(0)), -1)
 
 
 def sparse_attention(
