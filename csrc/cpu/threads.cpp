@@ -1,0 +1,134 @@
+// The pool: threads that sleep, wake for a job, claim its tasks in turn, and look for the next job
+// a little while before they sleep again. Compiled once, for every processor of the architecture.
+#include "deepinfer/threads.h"
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdlib>
+#include <mutex>
+#include <thread>
+
+#if defined(__x86_64__) || defined(__i386__)
+#include <immintrin.h>
+static void breathe() { _mm_pause(); }
+#else
+static void breathe() { std::this_thread::yield(); }
+#endif
+
+namespace {
+
+constexpr int kSlots = 8;
+constexpr auto kAwake = std::chrono::microseconds(60);  // longer than the host's pause between ops
+
+struct Scratch {
+  void* piece[kSlots] = {};
+  size_t bytes[kSlots] = {};
+  ~Scratch() {
+    for (void* p : piece) free(p);
+  }
+};
+thread_local Scratch mine;
+thread_local bool inside = false;  // a task: what it calls runs on this thread alone
+
+struct Pool {
+  std::mutex changing;  // one job, or one change of size, at a time
+  std::mutex sleeping;
+  std::condition_variable wake;
+  int threads = 1;  // the caller's included
+  int started = 1;
+
+  void (*f)(void*, int64_t) = nullptr;
+  void* context = nullptr;
+  int64_t tasks = 0;
+  std::atomic<int64_t> next{0};
+  std::atomic<int> busy{0};
+  std::atomic<uint64_t> job{0};
+
+  void work() {
+    inside = true;
+    for (int64_t t; (t = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) f(context, t);
+    inside = false;
+  }
+
+  void serve(int number) {
+    for (uint64_t seen = 0;;) {
+      auto until = std::chrono::steady_clock::now() + kAwake;
+      while (job.load(std::memory_order_acquire) == seen) {
+        breathe();
+        if (std::chrono::steady_clock::now() < until) continue;
+        std::unique_lock<std::mutex> lock(sleeping);
+        wake.wait(lock, [&] { return job.load(std::memory_order_acquire) != seen; });
+      }
+      seen = job.load(std::memory_order_acquire);
+      if (number < threads) work();
+      busy.fetch_sub(1, std::memory_order_release);
+    }
+  }
+
+  void run(int64_t count, void (*body)(void*, int64_t), void* with) {
+    std::unique_lock<std::mutex> lock(changing, std::try_to_lock);
+    if (inside || threads == 1 || count <= 1 || !lock.owns_lock()) {
+      for (int64_t t = 0; t < count; t++) body(with, t);
+      return;
+    }
+    while (started < threads) {
+      int number = started++;
+      std::thread([this, number] { serve(number); }).detach();
+    }
+    f = body, context = with, tasks = count;
+    next.store(0, std::memory_order_relaxed);
+    busy.store(started - 1, std::memory_order_relaxed);
+    {
+      std::lock_guard<std::mutex> awake(sleeping);
+      job.fetch_add(1, std::memory_order_release);
+    }
+    wake.notify_all();
+    work();
+    while (busy.load(std::memory_order_acquire)) breathe();
+  }
+};
+Pool& pool() {
+  static Pool* one = new Pool;  // never destroyed: its threads may outlive main
+  return *one;
+}
+
+}  // namespace
+
+extern "C" {
+
+__attribute__((visibility("default"))) int di_set_threads(int threads) {
+  std::lock_guard<std::mutex> lock(pool().changing);
+  pool().threads = threads < 1 ? 1 : threads;
+  return 0;
+}
+
+// The highest level of this processor: see simd.h.
+__attribute__((visibility("default"))) int di_level() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 0;
+  if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
+      !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))
+    return 1;
+  if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi")) return 3;
+  return 2;
+#else
+  return 0;
+#endif
+}
+
+void di_parallel(int64_t tasks, void (*f)(void*, int64_t), void* context) {
+  pool().run(tasks, f, context);
+}
+
+void* di_scratch(int slot, size_t bytes) {
+  if (mine.bytes[slot] < bytes) {
+    free(mine.piece[slot]);
+    size_t rounded = (bytes + 4095) / 4096 * 4096;
+    mine.piece[slot] = aligned_alloc(64, rounded);
+    mine.bytes[slot] = mine.piece[slot] ? rounded : 0;
+  }
+  return mine.piece[slot];
+}
+}

@@ -1,0 +1,15 @@
+// One pool of threads for all ops. A task's work never depends on which thread runs it, nor on how
+// many there are.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+extern "C" {
+// Run f(context, 0) ... f(context, tasks - 1) on the pool's threads and the caller; returns when all
+// have ended. Tasks are claimed one after the other.
+void di_parallel(int64_t tasks, void (*f)(void*, int64_t), void* context);
+// Memory of this thread, 64-byte aligned, kept from call to call; `slot` 0 to 7 tells several
+// pieces in use at once apart. Null where there is none: ops return kNoMemory.
+void* di_scratch(int slot, size_t bytes);
+}
