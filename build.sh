@@ -2,7 +2,7 @@
 # Find or make the environment, install this checkout, hand over to `deepinfer`.
 #   ./build.sh run "def fibonacci(n):"   set up, then generate text
 #   ./build.sh test [pytest options]     set up, then run the tests
-#   ./build.sh [build options]           set up, then `deepinfer build` for DEEPINFER_ACCELERATOR
+#   ./build.sh [build options]           set up, then `deepinfer build`: compile the cpu kernels
 set -euo pipefail
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}  # idle threads sleep: a busy neighbour costs little
 here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)

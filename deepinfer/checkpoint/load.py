@@ -60,6 +60,18 @@ class Weights(Mapping[str, "torch.Tensor | Packed"]):
     def __len__(self) -> int:
         return len(self._entries)
 
+    def handed_over(self) -> HandedOver:
+        """The same tensors, of which nothing stays here; the report does."""
+        entries, self._entries = self._entries, {}
+        return HandedOver(entries, self.report)
+
+
+class HandedOver(Weights):
+    """Tensors of which each may be taken once; what was taken is not kept."""
+
+    def take(self, name: str) -> torch.Tensor | Packed:
+        return self._entries.pop(name)
+
 
 def scale_bytes(values: torch.Tensor, name: str = "scale") -> torch.Tensor:
     """E8M0 bytes of float32 scales: 2^(b - 127) becomes b (model spec §2.3).

@@ -1,8 +1,9 @@
-"""`deepinfer build`: what toolchain is here for an accelerator, and what serves it.
+"""`deepinfer build`: what toolchain is here for an accelerator; compile what there is for it.
 
-Comes in: parsed options. Goes out: a probe table or a JSON document; exit 3 when the accelerator
-was asked for by name and its toolchain is incomplete. This version ships no compiled kernel, so
-there is nothing to compile and the command says so; it must not know settings of the engine.
+Comes in: parsed options. Goes out: a probe table, a line for each step and the back ends of every
+operation, or a JSON document; exit 3 when the accelerator was asked for by name and its toolchain
+is incomplete, or when a file does not compile. The cpu alone has sources in this version. How to
+compile is `toolchain`'s business.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import typer
 
 from deepinfer.cli.options import SWITCH, Chosen, Color, Help, HelpAll, Json, with_settings
 from deepinfer.cli.output import Output
+from deepinfer.errors import DeepinferError
 from deepinfer.settings import registry, resolve
 
 __all__ = ["EXAMPLES", "NAME", "command"]
@@ -22,20 +24,39 @@ NAME = "build"
 EXAMPLES = """Examples:
 
 - `deepinfer build`
+- `deepinfer build --accelerator cpu --only rmsnorm --arch avx2`
 - `deepinfer build --accelerator ascend --dry-run`
-- `deepinfer build --accelerator nvidia --json`
 """
 
 
-@with_settings("accelerator", "log_level", "config")
+def _input(*names: str, help: str, **more: Any) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel="Input", show_default=False, **more)
+
+
+@with_settings("accelerator", "build_dir", "log_level", "config", "no_progress")
 def command(
+    only: Annotated[
+        list[str] | None,
+        _input("--only", metavar="OP", help="Compile this one and link nothing; repeatable."),
+    ] = None,
+    arch: Annotated[
+        str | None,
+        _input("--arch", metavar="LIST", help="Levels to compile, with commas. Default: all."),
+    ] = None,
+    jobs: Annotated[
+        int | None,
+        _input("-j", "--jobs", metavar="N", min=1, help="Compilers at a time. Default: a core."),
+    ] = None,
+    clean: Annotated[
+        bool, _input("--clean", metavar=SWITCH, help="Forget what was built before.")
+    ] = False,
     dry_run: Annotated[
         bool,
         typer.Option(
             "--dry-run",
             metavar=SWITCH,
             rich_help_panel="Output",
-            help="Print what would be compiled (nothing).",
+            help="Print the commands, run none.",
         ),
     ] = False,
     json_mode: Json = False,
@@ -45,7 +66,8 @@ def command(
     *,
     chosen: Chosen,
 ) -> int:
-    """Probe the toolchain of an accelerator and show what serves it."""
+    """Compile the kernels of an accelerator, and show what serves it."""
+    from deepinfer.cli.compiling import Compiling, operations
     from deepinfer.device.detect import TORCH_DEVICE, find
     from deepinfer.report.records import document
     from deepinfer.toolchain.probe import probe, problem
@@ -61,44 +83,53 @@ def command(
     accelerator = found.accelerators[0] if requested == "auto" else requested
     rows = probe(accelerator, environ, found)
     # Nobody asked for this accelerator by name: what is missing is a warning in the table.
-    error = None if requested == "auto" else problem(accelerator, rows)
-    head = document("deepinfer.build/1", sys.argv[1:], settings.as_json(), found)
-    body: dict[str, Any] = {
-        "accelerator": accelerator,
-        "probes": [row.as_json() for row in rows],
-        "steps": [],
-        "artifacts": [],
-    }
-    if output.mode == "json":
-        body["ops"] = {} if error else operations(TORCH_DEVICE[accelerator])
+    error: DeepinferError | None = None if requested == "auto" else problem(accelerator, rows)
     if output.mode != "json":
         output.table(
             ("probe", "found", "needed", "verdict", "path"),
             [(row.name, row.found, row.needed, row.verdict, row.path) for row in rows],
             f"Toolchain for {accelerator}",
         )
-    if error is not None:
-        output.error(error, **head, **body)
-        return error.exit_status
+    compiling = Compiling(output, settings)
+    able = any(row.name == "C++ compiler" and row.verdict == "ok" for row in rows)
+    if error is None and able and (accelerator == "cpu" or requested == "auto"):
+        try:
+            compiling.prepare(rows, found, only or [], arch)
+            if dry_run:
+                compiling.show()
+            else:
+                compiling.run(environ, jobs or found.cpu.cores, clean)
+        except DeepinferError as raised:
+            error = raised
+    ops: dict[str, list[str]] = {}
+    if error is None:
+        ops = operations(TORCH_DEVICE[accelerator], compiling.built())
     if output.mode == "json":
-        output.document({**head, **body})
-        return 0
-    for row in rows:
-        if row.verdict != "ok" and row.hint:
-            output.warn(f"{row.name}: found {row.found}; {row.hint}")
-    output.say(
-        f"{accelerator}: no compiled kernels in this version; "
-        "the torch back end serves this accelerator"
-    )
-    return 0
-
-
-def operations(device_type: str) -> dict[str, list[str]]:
-    """Back ends of every operation on a torch device type; empty where torch is missing."""
-    try:
-        from deepinfer.ops.registry import explain
-
-        choices: list[Any] = explain(device_type)
-    except ImportError:
-        return {}
-    return {choice.op: list(choice.available) for choice in choices}
+        body: dict[str, Any] = {
+            **document("deepinfer.build/1", sys.argv[1:], settings.as_json(), found),
+            "accelerator": accelerator,
+            "probes": [row.as_json() for row in rows],
+            "steps": compiling.steps,
+            "artifacts": compiling.artifacts(),
+            "ops": ops,
+        }
+        if error is None:
+            output.document(body)
+        else:
+            output.error(error, **body)
+    elif error is not None:
+        output.error(error)
+    else:
+        for row in rows:
+            if row.verdict != "ok" and row.hint:
+                output.warn(f"{row.name}: found {row.found}; {row.hint}")
+        if not dry_run:
+            names = [(op, ", ".join(backends)) for op, backends in ops.items()]
+            output.table(("operation", "back ends"), names, "Operations")
+        compiling.summary()
+        if accelerator != "cpu":
+            output.say(
+                f"{accelerator}: no compiled kernels in this version; "
+                "the torch back end serves this accelerator"
+            )
+    return 0 if error is None else error.exit_status

@@ -7,6 +7,7 @@ time limit; nothing here prints.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
 import subprocess
@@ -20,6 +21,8 @@ from deepinfer.device.detect import find, version_of
 from deepinfer.errors import DeepinferError, UsageError
 from deepinfer.settings import Settings
 from deepinfer.settings.resolve import unknown_variables
+from deepinfer.toolchain import built
+from deepinfer.toolchain.plan import LEVELS
 from deepinfer.toolchain.probe import compiler, probe
 
 __all__ = ["Check", "run_all", "verdict", "write_bundle"]
@@ -64,7 +67,7 @@ def run_all(settings: Settings, environ: Mapping[str, str]) -> list[Check]:
         ("torch", lambda: [_torch(torch)]),
         ("accelerator", lambda: [_accelerator(settings, torch)]),
         ("toolchain", lambda: _toolchain(settings, environ)),
-        ("compiled kernels", _kernels),
+        ("compiled kernels", lambda: [_kernels(settings, torch)]),
         ("Triton", _triton),
         ("memory", _memory),
         ("checkpoint", lambda: [_checkpoint(settings)]),
@@ -191,8 +194,25 @@ def _toolchain(settings: Settings, environ: Mapping[str, str]) -> list[Check]:
     ]  # fmt: skip
 
 
-def _kernels() -> list[Check]:
-    return [Check("compiled kernels", "ok", "none in this version; the torch back end serves all")]
+def _kernels(settings: Settings, torch: Mapping[str, Any]) -> Check:
+    """What is built, for these sources or others, and the level that would run."""
+    name, wanted = "compiled kernels", settings.accelerator
+    device = next((kind for kind in ("nvidia", "ascend") if torch.get(kind)), "cpu")
+    if (device if wanted == "auto" else wanted) != "cpu":
+        return Check(name, "ok", "none for this accelerator in this version; torch serves it")
+    here = built.find(settings.build_dir)
+    if here.path is None:
+        return Check(name, "warn", f"cpu: {here.problem}; the torch back end serves", built.COMMAND)
+    place = built.shown(here.path)
+    try:
+        best = list(LEVELS)[: ctypes.CDLL(str(here.path)).di_level() + 1]
+    except (OSError, AttributeError) as problem:
+        return Check(name, "warn", f"{place}: {problem}", f"{built.COMMAND} --clean")
+    level = settings.cpu_level or next((x for x in reversed(best) if x in here.levels), "")
+    found = f"cpu: runs at {level or 'none'}, built are {', '.join(here.levels)}; {place}"
+    if level in best and level in here.levels:
+        return Check(name, "ok", found)
+    return Check(name, "warn", found, f"this processor has {', '.join(best)}")
 
 
 def _triton() -> list[Check]:

@@ -30,7 +30,7 @@ EXAMPLES = """Examples:
 _FAILURE = {"environment": ExitCode.ENVIRONMENT, "checkpoint": ExitCode.CHECKPOINT}
 
 
-@with_settings("model_dir", "accelerator", "log_level", "config")
+@with_settings("model_dir", "accelerator", "build_dir", "cpu_level", "log_level", "config")
 def command(
     show_settings: Annotated[
         bool,
@@ -56,7 +56,7 @@ def command(
             "--check-invariance",
             metavar=SWITCH,
             rich_help_panel="Device",
-            help="Run requests in many compositions and compare every bit; about a minute.",
+            help="Run requests in many compositions and compare every bit; a minute or two.",
         ),
     ] = False,
     bundle: Annotated[
@@ -95,7 +95,7 @@ def command(
     failed = next((row for row in rows if row.verdict == "fail"), None)
     proof = None
     if check_invariance and failed is None:
-        proof = doctor_invariance.check(output, chosen, environ)
+        proof, report["settings"] = doctor_invariance.check(output, chosen, environ)
         report |= proof.as_json()
     if bundle is not None:
         checks.write_bundle(Path(bundle), report)
@@ -162,10 +162,12 @@ def operations(settings: Settings) -> list[dict[str, Any]]:
     try:
         from deepinfer.device.detect import TORCH_DEVICE, pick
         from deepinfer.ops.registry import explain
+        from deepinfer.toolchain import built
 
         device_type = TORCH_DEVICE[pick(settings.accelerator, settings.origin("accelerator"))]
         overrides = [f"{op}={name}" for op, name in settings.backend.items()]
-        choices = explain(device_type, overrides)
+        here = ("cpu",) if built.find(settings.build_dir).path else ()
+        choices = explain(device_type, overrides, here)
     except (ImportError, DeepinferError, OSError):
         return []
     return [

@@ -25,9 +25,10 @@ PANELS = (
 _SHORT = {"model_dir": "-m"}
 _METAVAR = {
     "model_dir": "DIR", "swa_keep": "N|full", "backend": "PAIR", "config": "FILE",
-    "prefix_cache_dir": "DIR", "prefix_cache_bytes": "SIZE", "mtp_threshold": "X",
+    "build_dir": "DIR", "prefix_cache_dir": "DIR", "prefix_cache_bytes": "SIZE",
+    "mtp_threshold": "X",
 }  # fmt: skip
-_SPELLED_OUT = ("accelerator", "replay_mode", "verify", "dtype", "log_level")
+_SPELLED_OUT = ("accelerator", "replay_mode", "verify", "dtype", "cpu_level", "log_level")
 # A metavar of one blank: the default one prints the Python type, which says nothing to a user.
 SWITCH = " "
 

@@ -35,6 +35,7 @@ def print_plan(output: Output, settings: Settings, text: str, params: SamplingPa
         slot_size,
         uncut,
     )  # fmt: skip
+    from deepinfer.engine.compiled import open_compiled
     from deepinfer.kvcache.pools import bytes_per_token, bytes_per_window_page
     from deepinfer.ops import registry
     from deepinfer.replay import ReplayRule
@@ -45,10 +46,11 @@ def print_plan(output: Output, settings: Settings, text: str, params: SamplingPa
     checkpoint = open_checkpoint(folder, settings.origin("model_dir"))
     settings = for_model(settings, checkpoint.config)
     accelerator = pick(settings.accelerator, settings.origin("accelerator"))
-    # Raises for an op or a back end that is not there.
-    order_dependent = registry.order_dependent(
-        TORCH_DEVICE[accelerator], [f"{op}={name}" for op, name in settings.backend.items()]
-    )
+    device = TORCH_DEVICE[accelerator]
+    # Both raise for an op, a back end or a level that is not there.
+    compiled = open_compiled(settings, device)
+    overrides = [f"{op}={name}" for op, name in settings.backend.items()]
+    order_dependent = registry.order_dependent(device, overrides, compiled.libraries)
     settings = for_device(settings, accelerator, order_dependent)
     config = checkpoint.config
     tokenizer = None
@@ -58,9 +60,10 @@ def print_plan(output: Output, settings: Settings, text: str, params: SamplingPa
     memory = found.cpu.free_bytes
     if accelerator != "cpu":
         memory = next((d.memory_bytes for d in found.devices if d.memory_bytes), memory)
-    free, _ = plan_weights(checkpoint, memory or 4 << 30, settings.mtp > 0)
+    packed = registry.packed(device, overrides, compiled.libraries)
+    free, _ = plan_weights(checkpoint, memory or 4 << 30, settings.mtp > 0, packed)
     sizes, warnings = plan_sizes(settings, config, free)
-    for line in (*checkpoint.warnings, *warnings, *uncut(settings, config)):
+    for line in (*checkpoint.warnings, *compiled.warnings, *warnings, *uncut(settings, config)):
         output.warn(line)
     request = _request(checkpoint, tokenizer, sizes, text, params)
     rule = ReplayRule.of(config, settings.replay_mode, settings.swa_keep)

@@ -17,7 +17,7 @@ from deepinfer.cli import sampling
 from deepinfer.cli.options import SWITCH, Chosen, Color, Help, HelpAll, Json, Quiet, with_settings
 from deepinfer.cli.output import Output
 from deepinfer.cli.prompt import read_prompt
-from deepinfer.errors import InternalError, UsageError
+from deepinfer.errors import DeepinferError, InternalError, UsageError
 from deepinfer.settings import Settings, registry, resolve
 
 __all__ = ["EXAMPLES", "NAME", "command"]
@@ -33,8 +33,8 @@ SETTINGS = (
     "model_dir", "max_model_len", "mtp", "mtp_varlen", "verify", "mtp_threshold", "swa_keep",
     "replay_mode", "max_rollback", "accelerator", "batch_invariant", "backend", "overlap", "dtype",
     "max_num_seqs", "max_num_batched_tokens", "prefill_chunk", "kv_cache_tokens", "page_tokens",
-    "prefix_cache", "prefix_cache_dir", "prefix_cache_bytes", "encoder_replay", "log_level",
-    "config", "no_progress",
+    "prefix_cache", "prefix_cache_dir", "prefix_cache_bytes", "encoder_replay", "build_dir",
+    "cpu_level", "threads", "log_level", "config", "no_progress",
 )  # fmt: skip
 
 
@@ -135,7 +135,7 @@ def _generate(output: Output, settings: Settings, text: str, params: Any) -> Any
         if line not in settings.warnings:
             output.warn(line)
 
-    made, result, ended = 0, None, True
+    made, result, ended = [], None, True
     started = time.perf_counter()
     # torch makes a million objects that stay: looking through them again and again is 0.4 s.
     gc.disable()
@@ -147,7 +147,7 @@ def _generate(output: Output, settings: Settings, text: str, params: Any) -> Any
     output.info(f"the model was ready after {time.perf_counter() - started:.1f} s")
     try:
         for event in llm.stream(text, params):
-            made += len(event.token_ids)
+            made.append(event)
             if output.mode != "json" and event.text:
                 output.text(event.text)
                 ended = event.text.endswith("\n")
@@ -156,7 +156,13 @@ def _generate(output: Output, settings: Settings, text: str, params: Any) -> Any
         if not ended:
             output.close_line()
         if not isinstance(leaving, Exception):
-            output.note(f"stopped after {made} tokens")
+            ids = [token for event in made for token in event.token_ids]
+            stopped = f"stopped after {len(ids)} tokens"
+            output.note(stopped)
+            if output.mode == "json":
+                text = "".join(event.text for event in made)
+                why = DeepinferError("interrupted", stopped, hint="the same command starts anew")
+                output.error(why, text=text, token_ids=ids)
         raise
     finally:
         llm.close()

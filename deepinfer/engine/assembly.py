@@ -101,11 +101,14 @@ def assemble(settings: Settings, warn: Callable[[str], object]) -> Parts:
     """Open, check, size, load; `warn` gets what goes wrong later without ending anything.
 
     Raises CheckpointError, UsageError, CapacityError and EnvironmentProblem, each before the
-    weights are read where that is possible.
+    weights are read where that is possible. The setting `threads` holds for the whole process.
     """
+    import torch
+
     from deepinfer.checkpoint.layout import open_checkpoint
     from deepinfer.checkpoint.load import load_weights
     from deepinfer.device import detect
+    from deepinfer.engine.compiled import open_compiled
     from deepinfer.engine.runner import Runner
     from deepinfer.ops import registry
     from deepinfer.settings import for_device, for_model
@@ -117,19 +120,28 @@ def assemble(settings: Settings, warn: Callable[[str], object]) -> Parts:
     accelerator = detect.pick(settings.accelerator, settings.origin("accelerator"))
     device = detect.TORCH_DEVICE[accelerator]
     overrides = [f"{op}={name}" for op, name in settings.backend.items()]
-    settings = for_device(settings, accelerator, registry.order_dependent(device, overrides))
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    compiled = open_compiled(settings, device)
+    libraries = compiled.libraries
+    settings = for_device(
+        settings, accelerator, registry.order_dependent(device, overrides, libraries)
+    )
+    settings = _recorded(settings, compiled.level)
     config = _with_dtype(checkpoint.config, settings.dtype)
     tokenizer = None
     if checkpoint.tokenizer_file:
         tokenizer = Tokenizer(checkpoint.tokenizer_file, config.bos_token_id, config.vocab_size)
     token_map = _token_map(checkpoint)
-    free, keep = plan_weights(checkpoint, _free_bytes(device), settings.mtp > 0)
-    ops = registry.build(device, overrides, keep_weights=keep)
+    packed = registry.packed(device, overrides, libraries)
+    free, keep = plan_weights(checkpoint, _free_bytes(device), settings.mtp > 0, packed)
+    ops = registry.build(device, overrides, keep_weights=keep, libraries=libraries)
     rule = ReplayRule.of(config, settings.replay_mode, settings.swa_keep)
     sizes, warnings = plan_sizes(settings, config, free)
     drafting = _drafting(settings, checkpoint)
     identity = b""
-    numerics = (device, *registry.explain(device, overrides))
+    choices = registry.explain(device, overrides, libraries)
+    numerics = (device, *compiled.identity, *((c.op, c.backend) for c in choices))
     if settings.prefix_cache_dir is not None:  # only what outlives the process meets other state
         identity = _identity(checkpoint, config.dtype, token_map, rule, sizes, numerics)
     reuse = Reuse(
@@ -143,7 +155,7 @@ def assemble(settings: Settings, warn: Callable[[str], object]) -> Parts:
     weights = load_weights(checkpoint, device, draft=drafting is not None)
     runner = Runner(
         config,
-        weights,
+        weights.handed_over(),
         ops,
         slots=sizes.slots,
         pages=sizes.pages,
@@ -169,13 +181,26 @@ def assemble(settings: Settings, warn: Callable[[str], object]) -> Parts:
         times=times,
         keep_times=keep_times,
         batch_invariant=settings.batch_invariant,
-        # On a cpu to launch a step is to run it: looking ahead gains nothing.
-        overlap=settings.overlap and (device != "cpu" or settings.values["overlap"].chosen),
+        overlap=settings.overlap,
         settings=settings.as_json(),
         warnings=(
-            *settings.warnings, *weights.report.warnings, *warnings, *uncut(settings, config)
+            *settings.warnings, *compiled.warnings, *weights.report.warnings, *warnings,
+            *uncut(settings, config),
         ),
     )  # fmt: skip
+
+
+def _recorded(settings: Settings, level: str | None) -> Settings:
+    """With the level and the number of threads that nobody chose, so that results tell them."""
+    import torch
+
+    level_entry, threads = settings.values["cpu_level"], settings.values["threads"]
+    return settings.changed(
+        {
+            "cpu_level": replace(level_entry, value=level),
+            "threads": replace(threads, value=torch.get_num_threads()),
+        }
+    )
 
 
 def uncut(settings: Settings, config: ModelConfig) -> tuple[str, ...]:
@@ -275,10 +300,12 @@ def _tiers(
     return (host, disk), disk
 
 
-def plan_weights(checkpoint: Checkpoint, free: int, drafts: bool) -> tuple[int, bool]:
+def plan_weights(
+    checkpoint: Checkpoint, free: int, drafts: bool, packed: bool = False
+) -> tuple[int, bool]:
     """Bytes left of `free` once the weights are in, and whether the torch back end may keep them
     unpacked (eight bytes each), which it does where that takes at most half of what is left.
-    drafts: the draft stages are loaded too.
+    drafts: the draft stages are loaded too. packed: the back end in use never unpacks them.
 
     Raises CapacityError weights-too-big.
     """
@@ -294,7 +321,7 @@ def plan_weights(checkpoint: Checkpoint, free: int, drafts: bool) -> tuple[int, 
         )
     held = parameters(checkpoint.config, vision=False).values()
     unpacked = 8 * sum(math.prod(p.shape) for p in held if drafts or p.group == "target")
-    keep = unpacked <= left // 2
+    keep = not packed and unpacked <= left // 2
     return left - (unpacked if keep else 0), keep
 
 

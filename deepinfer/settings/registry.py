@@ -192,6 +192,22 @@ _USED = (
         shown_default="the checkpoint's",
     ),
     Setting(
+        "build_dir", "DEEPINFER_BUILD_DIR", "--build-dir", kinds.path, None,
+        "Folder for compiled kernels", advanced=True,
+        shown_default="deepinfer in the user's cache folder",
+    ),
+    Setting(
+        "cpu_level", "DEEPINFER_CPU_LEVEL", "--cpu-level",
+        kinds.choice("portable", "avx2", "avx512", "avx512bf16"), None,
+        "Instructions of the compiled cpu kernels", advanced=True,
+        shown_default="the best of this processor",
+    ),
+    Setting(
+        "threads", "DEEPINFER_THREADS", "--threads", kinds.whole(1), None,
+        "Threads on a cpu, of torch and of compiled kernels", advanced=True,
+        shown_default="torch's own number",
+    ),
+    Setting(
         "log_level", "DEEPINFER_LOG", "--log-level",
         kinds.choice("debug", "info", "warning", "error"), "warning",
         "How much to say on stderr; -v = info", "Output", advanced=True,

@@ -67,6 +67,8 @@ def resolve(
             parsed = _parsed(setting, chosen[setting.attribute], source, origin)
             levels.append(Value(parsed, source, origin))
         values[setting.attribute] = levels[-1]
+    if values["build_dir"].value is None:
+        values["build_dir"] = Value(_cache_folder(environ))
     values, derived_warnings = rules.derive(values)
     rules.check(values)
     return Settings(values, (*warnings, *derived_warnings, *_notes(values)))
@@ -130,6 +132,8 @@ def _parsed(setting: Setting, raw: object, source: str, origin: str) -> object:
     try:
         return setting.kind.parse(raw)
     except BadValue as bad:
+        if isinstance(raw, list):  # an option that may be repeated
+            raw = ",".join(map(str, raw))
         spelled = f'{origin} "{raw}"' if source == "flag" else f'{origin}="{raw}"'
         if source == "file":
             spelled = f'{setting.attribute}="{raw}"'
@@ -163,6 +167,13 @@ def _file_path(chosen: object, environ: Mapping[str, str]) -> Path | None:
     )
     usual = [Path(LOCAL_FILE)] + ([Path(home) / "deepinfer" / "config.toml"] if home else [])
     return next((path for path in usual if path.is_file()), None)
+
+
+def _cache_folder(environ: Mapping[str, str]) -> str | None:
+    home = environ.get("XDG_CACHE_HOME") or (
+        str(Path(environ["HOME"]) / ".cache") if environ.get("HOME") else ""
+    )
+    return str(Path(home) / "deepinfer") if home else None
 
 
 def _read_file(path: Path) -> dict[str, object]:

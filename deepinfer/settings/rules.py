@@ -155,8 +155,11 @@ def for_device(
         raise _order_dependent(settings, accelerator, order_dependent)
     if settings.dtype == "fp32" and accelerator != "cpu":
         raise _fp32(settings.values["dtype"], accelerator, settings.values["accelerator"])
-    entry = replace(settings.values["accelerator"], value=accelerator)
-    return settings.changed({"accelerator": entry})
+    changed = {"accelerator": replace(settings.values["accelerator"], value=accelerator)}
+    if accelerator == "cpu" and not settings.values["overlap"].chosen:
+        # To launch a step on a cpu is to run it: looking ahead gains nothing.
+        changed["overlap"] = Value(False, "device", "the cpu")
+    return settings.changed(changed)
 
 
 def _check_keep(values: dict[str, Value], model: ModelShape) -> None:

@@ -1,1 +1,1 @@
-"""Toolchains: which compilers and vendor kits are here, and what they can build for."""
+"""Toolchains: which compilers and vendor kits are here, what they build, and what is built."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from deepinfer.device.detect import Found, version_of
 from deepinfer.errors import EnvironmentProblem
 
-__all__ = ["ARCHITECTURES", "Probe", "compiler", "probe", "problem"]
+__all__ = ["ARCHITECTURES", "Probe", "compiler", "probe", "problem", "version_line"]
 
 # What kernels need: C++17 with current vector extensions; sm_100a; the Ascend 950 generation.
 GCC = (11, 0)
@@ -95,6 +95,11 @@ def compiler(environ: Mapping[str, str]) -> Probe:
         return Probe("C++ compiler", word, needed, "ok" if enough else "missing", place, hint)
     found = f"nothing named {asked} (CXX)" if asked else "none"
     return Probe("C++ compiler", found, needed, "missing", hint=hint)
+
+
+def version_line(path: str) -> str:
+    """What a compiler says about its version, in one line; a new one makes other objects."""
+    return _output([path, "--version"]).split("\n")[0].strip()
 
 
 def _torch(accelerator: str) -> Probe:

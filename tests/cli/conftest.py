@@ -21,6 +21,8 @@ Done = namedtuple("Done", "status out err")
 
 def clean_environment(**more: str) -> dict[str, str]:
     """This process's environment without anything that changes what the command line does."""
+    # The folder for compiled kernels is the tests' own: see tests/conftest.py.
+    more.setdefault("DEEPINFER_BUILD_DIR", os.environ["DEEPINFER_BUILD_DIR"])
     ours = ("DEEPINFER_", "FAKE_")
     unset = ("NO_COLOR", "FORCE_COLOR", "GITHUB_ACTIONS", "PY_COLORS", "COLUMNS", "LINES", "CXX")
     kept = {k: v for k, v in os.environ.items() if not k.startswith(ours) and k not in unset}
@@ -107,7 +109,7 @@ def cli(capsys, monkeypatch, tmp_path, fake_llm):
     """Run the command line in this process, in an empty folder, with a clean environment."""
     monkeypatch.chdir(tmp_path)
     for name in list(os.environ):
-        if name.startswith("DEEPINFER_"):
+        if name.startswith("DEEPINFER_") and name != "DEEPINFER_BUILD_DIR":
             monkeypatch.delenv(name)
 
     def run(*args, **env):

@@ -1,11 +1,15 @@
 """`deepinfer doctor`: every check alone, exit codes, settings and ops tables, the bundle."""
 
 import json
+import re
 
 import pytest
 
 from deepinfer.cli import checks, doctor_invariance
 from deepinfer.settings import resolve
+from deepinfer.toolchain import built
+from deepinfer.toolchain.built import Built
+from tests import native
 from tests.planted import by_rows, plant
 
 
@@ -116,6 +120,45 @@ def test_ops_table(cli, no_model):
     assert rows and all(row[1] == "torch" and row[3] == "yes" and row[4] for row in rows)
 
 
+def compiled(done):
+    line = next(x for x in done.out.splitlines() if x.startswith("compiled kernels"))
+    return line.split("\t")[1:]
+
+
+def test_compiled_kernels_that_are_missing_or_stale(cli, no_model, tmp_path):
+    help = "deepinfer build --accelerator cpu"
+    assert compiled(cli("doctor")) == ["warn", "cpu: not built; the torch back end serves", help]
+    other = built.folder(tmp_path) / "0123456789abcdef"
+    other.mkdir(parents=True)
+    (other / "manifest.json").write_text("{}")
+    found = "cpu: built from other sources; the torch back end serves"
+    assert compiled(cli("doctor", "--build-dir", tmp_path)) == ["warn", found, help]
+
+
+def test_compiled_kernels_that_are_fresh(cli, no_model, monkeypatch):
+    path = native.library_path()
+    built_in = ("--build-dir", native.BUILD_DIR, "--accelerator", "cpu")
+    verdict, found, _ = compiled(cli("doctor", *built_in))
+    assert verdict == "ok" and found.startswith("cpu: runs at ") and path.name in found
+    assert not re.search(r"(?<![\w.~])/", found), "no absolute path"
+    _, found, _ = compiled(cli("doctor", *built_in, "--cpu-level", "portable"))
+    assert found.startswith("cpu: runs at portable, built are portable")
+    rows = [line.split("\t") for line in cli("doctor", "--ops", *built_in).out.splitlines()[1:]]
+    ops = {row[0]: row[1:] for row in rows}
+    assert ops["rmsnorm"] == ["cpu", "torch, cpu", "yes", "preferred on cpu"]
+    broken = Built("fresh", path.with_name("manifest.json"), "0", ("portable",), "g++")
+    monkeypatch.setattr(built, "find", lambda build_dir: broken)
+    verdict, found, help = compiled(cli("doctor", *built_in))
+    assert verdict == "warn" and "invalid ELF header" in found and help.endswith("--clean")
+
+
+def test_an_accelerator_without_compiled_kernels(cli, no_model, quick_torch):
+    quick_torch["nvidia"] = 1
+    assert compiled(cli("doctor"))[:2] == [
+        "ok", "none for this accelerator in this version; torch serves it",
+    ]  # fmt: skip
+
+
 @pytest.fixture
 def small_check(monkeypatch, tmp_path_factory):
     """A check of two compositions of a small float checkpoint."""
@@ -125,7 +168,7 @@ def small_check(monkeypatch, tmp_path_factory):
         monkeypatch.setattr(doctor_invariance, name, value)
     folder = t6.write(tmp_path_factory.mktemp("t6") / "m")
     return ("doctor", "--check-invariance", "-m", folder, "--accelerator", "cpu",
-            "--set", "swa_keep=28")  # fmt: skip
+            "--set", "swa_keep=28", "--log-level", "error")  # fmt: skip
 
 
 def test_invariance_kept(cli, valid, small_check):
@@ -133,12 +176,15 @@ def test_invariance_kept(cli, valid, small_check):
     assert done.status == 0
     assert done.out.startswith("batch invariance kept: 2 of ") and done.out.count("\n") == 1
     assert [line.split(":")[0] for line in done.err.splitlines()] == [
-        "1 of 2", "2 of 2",
+        "3 prompts alone, then 2 compositions", "1 of 2", "2 of 2",
     ]  # fmt: skip
     done = cli(*small_check, "--json")
     document = valid("doctor", json.loads(done.out))
     assert done.status == 0 and done.err == "", "no progress beside JSON"
     assert (document["invariant"], document["cells"], document["failures"]) == (True, 2, [])
+    assert document["settings"]["DEEPINFER_BATCH_INVARIANT"]["value"] is True, "as it ran"
+    done = cli(*small_check, "--set", "batch_invariant=0")
+    assert done.status == 2 and "was switched off" in done.err
 
 
 def test_invariance_broken_is_exit_1_and_names_op_and_row(cli, valid, small_check, monkeypatch):

@@ -48,7 +48,8 @@ def deepinfer(cli, model, monkeypatch):
 
 
 def test_text_json_quiet_and_python_agree(deepinfer, child, model, valid):
-    asked = ("-p", "def f(x):", "-n", "12", "-t", "0", *SMALL)
+    # What is not built is a warning of its own: tests/engine/test_compiled.py.
+    asked = ("-p", "def f(x):", "-n", "12", "-t", "0", *SMALL, "--log-level", "error")
     text = child("run", "-m", model, *asked, fake=False, env={"OMP_NUM_THREADS": "1"})
     assert (text.status, text.err) == (0, "")
     document = deepinfer("run", *asked, "--json")

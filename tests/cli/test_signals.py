@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -47,6 +48,20 @@ def test_interrupted(running, number, status):
     assert b"stopped after" in err
     lines = (b"0\n" + out).splitlines()
     assert lines == [str(i).encode() for i in range(len(lines))]
+
+
+def test_interrupted_json_keeps_what_was_made(running):
+    process = running("--json", "-v")
+    while b"ready" not in process.stderr.readline():
+        assert process.poll() is None
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == 130
+    document = json.loads(out)
+    assert document["error"]["code"] == "interrupted"
+    lines = document["text"].splitlines()
+    assert lines and lines == [str(i) for i in range(len(lines))]
 
 
 def test_interrupted_before_the_model_is_there(fake_script, environment):

@@ -101,7 +101,7 @@ def test_both_loops_do_the_same(batch, tokenizer):
 def test_the_workloads_reach_everything(tokenizer):
     """What the random ones have in them: preemption (of one twice), hits, drafts, errors."""
     seen = {"preempted": 0, "twice": 0, "hit": 0, "accepted": 0, "error": 0, "gone": 0}
-    for seed in range(40):
+    for seed in range(50):
         made = work(seed)
         _, results, gone, taken, _, _ = play(made, True, tokenizer)
         everything = [result for call in results for result in call]

@@ -557,7 +557,7 @@ def test_end_of_sequence_inside_blocks(folder, truth, texts):
 
 def test_step_times_are_kept_in_a_folder(tmp_path):
     folder, kept, lines = t6.write(tmp_path / "m"), tmp_path / "times", []
-    sizes = {**SMALL, "decode_perf_cache_dir": kept, "mtp_varlen": True}
+    sizes = {**SMALL, "decode_perf_cache_dir": kept, "mtp_varlen": True, "backend": "all=torch"}
 
     def run():
         with LLM(folder, on_warning=lines.append, **sizes) as llm:

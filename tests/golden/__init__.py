@@ -59,11 +59,12 @@ def runner(name: str, device: str = "cpu", rollback: int | None = None):
     """
     from deepinfer.engine.runner import Runner
     from deepinfer.ops import registry
+    from tests import native
 
     draft = rollback is not None
     config, weights, token_map = _parts(name, device, draft)
     made = Runner(
-        config, weights, registry.build(device),
+        config, weights, registry.build(device, libraries=native.libraries()),
         slots=16, pages=128, page_tokens=128, device=device, token_map=token_map,
         draft=draft, rollback=rollback or 0,
     )  # fmt: skip

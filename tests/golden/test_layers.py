@@ -54,15 +54,16 @@ def biased_weights(logits, bias, k, scale, normalise=True):
     return ids, w / w.sum(-1, keepdim=True) * scale
 
 
-def all_candidates(scores, visible, count, size):
-    return memory.candidate_blocks(scores, visible, scores.shape[-1], size)
+def all_candidates(*args):
+    *rest, within = args
+    return memory.choose(*rest, None)
 
 
 MISTAKES = {
     "comb transposed": {"hc_expand": transposed_comb},
     "no inverse RoPE": {"rope": no_inverse},
     "weights from the biased scores": {"router": biased_weights},
-    "candidate mask ignored": {"candidate_blocks": all_candidates},
+    "candidate mask ignored": {"choose": all_candidates},
     "2 Sinkhorn iterations": {
         "hc_mix": lambda s, fn, scale, base, iterations, eps, norm: hyper.hc_mix(
             s, fn, scale, base, 2, eps, norm

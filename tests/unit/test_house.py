@@ -21,6 +21,7 @@ MODULES = sorted(
 TORCH_FREE = (
     "deepinfer", "deepinfer.errors", "deepinfer.core.request", "deepinfer.core.sequence",
     "deepinfer.core.step", "deepinfer.settings", "deepinfer.device", "deepinfer.toolchain",
+    "deepinfer.toolchain.compile", "deepinfer.engine.compiled", "deepinfer.cli.compiling",
     "deepinfer.report.records", "deepinfer.report.replay", "deepinfer.report.heatmap",
     "deepinfer.report.tables", "deepinfer.model.config", "deepinfer.checkpoint.layout",
     "deepinfer.checkpoint.names", "deepinfer.kvcache.blocks", "deepinfer.kvcache.prefix",
