@@ -38,13 +38,20 @@ MOVED = 1.03  # ceilings that move more make a run void
 
 
 class Side:
-    """One of the two engines."""
+    """An engine on one back end, without drafts."""
 
-    def __init__(self, folder: Path, accelerator: str, path: str, batch: int, longest: int):
-        backend = {"all": "torch" if path == "invariant" else plain_ops.NAME}
+    def __init__(
+        self,
+        folder: Path,
+        accelerator: str,
+        backend: str,
+        invariant: bool,
+        batch: int,
+        longest: int,
+    ):
         self.llm = LLM(
-            folder, accelerator=accelerator, backend=backend, mtp=0, prefix_cache=False,
-            batch_invariant=path == "invariant", max_num_seqs=batch,
+            folder, accelerator=accelerator, backend={"all": backend}, mtp=0, prefix_cache=False,
+            batch_invariant=invariant, max_num_seqs=batch,
             max_model_len=longest + 8, kv_cache_tokens=2 * longest + 256 * batch,
         )  # fmt: skip
         self.vocab = self.llm.parts.vocab_size
@@ -142,9 +149,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         folder, name = models.folder(Path(scratch), asked.model)
         sides = {
-            path: Side(folder, asked.accelerator, path, max([8, *asked.batches]),
-                       max(asked.prefill, CHECKED))
-            for path in ("invariant", "plain")
+            path: Side(folder, asked.accelerator, backend, path == "invariant",
+                       max([8, *asked.batches]), max(asked.prefill, CHECKED))
+            for path, backend in (("invariant", "torch"), ("plain", plain_ops.NAME))
         }  # fmt: skip
         text = models.random_ids(CHECKED, sides["plain"].vocab)
         if folder == embedded_model():
