@@ -51,8 +51,9 @@ struct Pool {
     inside = false;
   }
 
-  void serve(int number) {
-    for (uint64_t seen = 0;;) {
+  // seen: the last job before this thread, of which it must take nothing.
+  void serve(int number, uint64_t seen) {
+    for (;;) {
       auto until = std::chrono::steady_clock::now() + kAwake;
       while (job.load(std::memory_order_acquire) == seen) {
         breathe();
@@ -74,7 +75,8 @@ struct Pool {
     }
     while (started < threads) {
       int number = started++;
-      std::thread([this, number] { serve(number); }).detach();
+      uint64_t seen = job.load(std::memory_order_relaxed);
+      std::thread([this, number, seen] { serve(number, seen); }).detach();
     }
     f = body, context = with, tasks = count;
     next.store(0, std::memory_order_relaxed);

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 
 import pytest
-import torch
 
 from deepinfer.errors import UsageError
 from deepinfer.ops import registry
@@ -31,14 +30,3 @@ def library(level: str | None = None, threads: int = 1) -> Library:
 def ops(level: str, threads: int) -> registry.Ops:
     """The op table that prefers the compiled library."""
     return registry.build("cpu", libraries={"cpu": library(level, threads)})
-
-
-def last_places(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
-    """How many bf16 values lie between each of the two; as many for two NaN as none."""
-
-    def place(x: torch.Tensor) -> torch.Tensor:
-        bits = x.view(torch.int16).int()
-        return torch.where(bits < 0, -(bits & 0x7FFF), bits)
-
-    far = (place(got) - place(want)).abs()
-    return torch.where(got.isnan() & want.isnan(), 0, far)
