@@ -40,17 +40,18 @@ print(json.dumps([n for n in {HEAVY!r} if n in sys.modules]))
 
 @pytest.mark.parametrize("args", [["--help"], ["--version"], ["run", "--swa-kep", "1"]], ids=str)
 def test_start_takes_under_300_ms(args, environment):
-    """Processor time, best of five. A busy machine stretches everything alike, so there the bar
-    is twice what importing the library that draws help pages costs by itself."""
+    """Processor time, least of up to ten rounds. A busy machine stretches everything alike, so
+    there the bar is twice what importing the library that draws help pages costs by itself, taken
+    in turn with the command."""
     drawing = [sys.executable, "-c", "import typer.rich_utils"]
-    bar = max(0.3, 2 * min(spent(drawing, environment) for _ in range(3)))
-    best = 9.0
-    for _ in range(5):
+    bar = best = 9.0
+    for _ in range(10):
         best = min(best, spent([sys.executable, "-m", "deepinfer", *args], environment))
-        if best < bar:
+        bar = min(bar, spent(drawing, environment))
+        if best < max(0.3, 2 * bar):
             break
         time.sleep(0.2)
-    assert best < bar
+    assert best < max(0.3, 2 * bar)
 
 
 def spent(command, environment):
