@@ -2,11 +2,14 @@
 // a little while before they sleep again. Compiled once, for every processor of the architecture.
 #include "deepinfer/threads.h"
 
+#include <pthread.h>
+
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdlib>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 #if defined(__x86_64__) || defined(__i386__)
@@ -74,9 +77,14 @@ struct Pool {
       return;
     }
     while (started < threads) {
-      int number = started++;
+      int number = started;
       uint64_t seen = job.load(std::memory_order_relaxed);
-      std::thread([this, number, seen] { serve(number, seen); }).detach();
+      try {
+        std::thread([this, number, seen] { serve(number, seen); }).detach();
+        started++;
+      } catch (const std::system_error&) {
+        threads = started;  // the system gives no more
+      }
     }
     f = body, context = with, tasks = count;
     next.store(0, std::memory_order_relaxed);
@@ -90,18 +98,23 @@ struct Pool {
     while (busy.load(std::memory_order_acquire)) breathe();
   }
 };
-Pool& pool() {
-  static Pool* one = new Pool;  // never destroyed: its threads may outlive main
-  return *one;
+Pool* pool = new Pool;  // never destroyed: its threads may outlive main
+
+// A forked child has none of the threads: it would wait for them for ever.
+void begin_anew() {
+  int threads = pool->threads;
+  pool = new Pool;
+  pool->threads = threads;
 }
+[[maybe_unused]] const int kRegistered = pthread_atfork(nullptr, nullptr, begin_anew);
 
 }  // namespace
 
 extern "C" {
 
 __attribute__((visibility("default"))) int di_set_threads(int threads) {
-  std::lock_guard<std::mutex> lock(pool().changing);
-  pool().threads = threads < 1 ? 1 : threads;
+  std::lock_guard<std::mutex> lock(pool->changing);
+  pool->threads = threads < 1 ? 1 : threads;
   return 0;
 }
 
@@ -121,7 +134,7 @@ __attribute__((visibility("default"))) int di_level() {
 }
 
 void di_parallel(int64_t tasks, void (*f)(void*, int64_t), void* context) {
-  pool().run(tasks, f, context);
+  pool->run(tasks, f, context);
 }
 
 void* di_scratch(int slot, size_t bytes) {
