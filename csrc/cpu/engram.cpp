@@ -1,26 +1,12 @@
 // Hashed rows, their values, and the gate into the streams.
-#include "deepinfer/op.h"
+#include "deepinfer/codec.h"
 
 namespace deepinfer {
 namespace DI_NAME {
 
-// E4M3 (1, 4, 3; no infinity) as float, exact.
-inline float e4m3(uint8_t code) {
-  uint32_t exponent = (code >> 3) & 15, mantissa = code & 7;
-  if ((code & 0x7f) == 0x7f) return __builtin_nanf("");
-  float size = exponent ? as_float((exponent + 120) << 23 | mantissa << 20)
-                        : (float)mantissa * 0x1p-9f;
-  return code & 0x80 ? -size : size;
-}
-inline float e8m0(uint8_t code) {
-  return as_float(code == 255 ? 0x7fc00000u : code ? (uint32_t)code << 23 : 0x00400000u);
-}
-
 template <class T>
 void lookup(const uint8_t* codes, const uint8_t* scales, const int64_t* rows, int64_t count,
             int64_t width, int64_t group, T* out) {
-  float values[256];
-  for (int code = 0; code < 256; code++) values[code] = e4m3((uint8_t)code);
   int64_t groups = ceil_div(width, group);
   split(count, max(1, 16384 / width), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; row++) {
@@ -31,7 +17,7 @@ void lookup(const uint8_t* codes, const uint8_t* scales, const int64_t* rows, in
         for (int64_t i = g * group; i < last; i += kLanes) {
           float some[kLanes] = {};
           int64_t n = min(kLanes, last - i);
-          for (int64_t j = 0; j < n; j++) some[j] = values[code[i + j]];
+          for (int64_t j = 0; j < n; j++) some[j] = kE4m3.value[code[i + j]];
           store(out + row * width + i, load(some) * scale, n);
         }
       }

@@ -152,10 +152,7 @@ bool mix(const T* s, const float* fn, const float* scale, const float* base, int
   split(rows, kLanes, [&](int64_t begin, int64_t end) {
     double* u = scratch<double>(0, kTogether * padded);
     float* m = scratch<float>(1, outputs * kLanes);
-    if (!u || !m) {
-      enough = false;
-      return;
-    }
+    if (!u || !m) return __atomic_store_n(&enough, false, __ATOMIC_RELAXED);
     memset(m, 0, (size_t)(outputs * kLanes) * sizeof(float));
     for (int64_t row = begin; row < end; row += kTogether) {
       int64_t count = min(kTogether, end - row), lane = row - begin;

@@ -26,10 +26,7 @@ DI_OP(router)
   bool enough = true;
   split(rows, max(1, 1024 / experts), [&](int64_t begin, int64_t end) {
     float* key = scratch<float>(0, k);
-    if (!key) {
-      enough = false;
-      return;
-    }
+    if (!key) return __atomic_store_n(&enough, false, __ATOMIC_RELAXED);
     for (int64_t row = begin; row < end; row++) {
       int64_t* best = ids + row * k;
       float* w = weights + row * k;

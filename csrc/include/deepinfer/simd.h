@@ -35,7 +35,7 @@
 
 #define DI_JOIN_(a, b) a##_##b
 #define DI_JOIN(a, b) DI_JOIN_(a, b)
-// The C entry point of an op at this level: di_<op>_<level>, 0 or an error of `error.h`.
+// The C entry point of an op at this level: di_<op>_<level>, 0 or an error of `op.h`.
 #define DI_OP(op) extern "C" __attribute__((visibility("default"))) int DI_JOIN(di_##op, DI_NAME)
 #define DI_UNROLL _Pragma("GCC unroll 16")
 
@@ -202,17 +202,6 @@ inline F min(F a, F b) {
   DI_UNROLL for (int i = 0; i < kParts; i++) r.part[i] = min(a.part[i], b.part[i]);
   return r;
 }
-inline F abs(F a) {
-  F r;
-  DI_UNROLL for (int i = 0; i < kParts; i++) r.part[i] = (fvec)((uvec)a.part[i] & 0x7fffffff);
-  return r;
-}
-inline F sqrt(F a) {
-  float some[kLanes];
-  store(some, a);
-  DI_UNROLL for (int i = 0; i < kLanes; i++) some[i] = __builtin_sqrtf(some[i]);
-  return load(some);
-}
 // e^x within 1.2e-7 of the value; 0 below -87.3, infinity above 88.7, NaN stays.
 inline F exp(F x) {
   F r;
@@ -241,22 +230,6 @@ inline F exp(F x) {
   return r;
 }
 inline F sigmoid(F x) { return splat(1.0f) / (splat(1.0f) + exp(zero() - x)); }
-
-// Lanes are added in one order: 0 with 8, 1 with 9, ..., then fours, twos, one.
-inline float sum(F x) {
-  float a[kLanes];
-  store(a, x);
-  DI_UNROLL for (int n = 8; n; n /= 2)
-    for (int i = 0; i < n; i++) a[i] += a[i + n];
-  return a[0];
-}
-inline float largest(F x) {
-  float a[kLanes];
-  store(a, x);
-  DI_UNROLL for (int n = 8; n; n /= 2)
-    for (int i = 0; i < n; i++) a[i] = a[i] > a[i + n] ? a[i] : a[i + n];
-  return a[0];
-}
 
 // double x 16
 
@@ -369,6 +342,7 @@ inline F narrow(D x) {
   DI_UNROLL for (int i = 0; i < kLanes; i++) r[i] = (float)some[i];
   return load(r);
 }
+// Lanes are added in one order: 0 with 8, 1 with 9, ..., then fours, twos, one.
 inline double sum(D x) {
   double a[kLanes];
   store(a, x);
