@@ -78,13 +78,13 @@ def problem(accelerator: str, rows: Sequence[Probe]) -> EnvironmentProblem | Non
 
 
 def compiler(environ: Mapping[str, str]) -> Probe:
-    """The C++ compiler: $CXX, else g++, else clang++."""
-    path = environ.get("PATH", "")
+    """The C++ compiler: $CXX, else the first of g++ and clang++ that is new enough."""
     needed = f"g++ {_dotted(GCC)} or clang++ {_dotted(CLANG)}, or newer"
     hint = "install g++ (Debian and Ubuntu: apt install g++), or set CXX"
     asked = environ.get("CXX", "").strip()
+    rows = []
     for name in [asked] if asked else ["g++", "clang++"]:
-        place = shutil.which(name, path=path)
+        place = shutil.which(name, path=environ.get("PATH", ""))
         if place is None:
             continue
         text = _output([place, "--version"])
@@ -92,9 +92,10 @@ def compiler(environ: Mapping[str, str]) -> Probe:
         version = _version(text.split("\n")[0].rsplit(")")[-1]) or _version(text)
         enough = version is not None and version >= (CLANG if clang else GCC)
         word = f"{'clang' if clang else 'gcc'} {_dotted(version) if version else '?'}"
-        return Probe("C++ compiler", word, needed, "ok" if enough else "missing", place, hint)
+        rows.append(Probe("C++ compiler", word, needed, "ok" if enough else "missing", place, hint))
     found = f"nothing named {asked} (CXX)" if asked else "none"
-    return Probe("C++ compiler", found, needed, "missing", hint=hint)
+    rows.append(Probe("C++ compiler", found, needed, "missing", hint=hint))
+    return next((row for row in rows if row.verdict == "ok"), rows[0])
 
 
 def version_line(path: str) -> str:

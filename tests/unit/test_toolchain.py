@@ -89,6 +89,13 @@ def test_di_50_an_old_gcc_is_named(path):
     assert "gcc 9.4" in error.facts[0] and "g++ 11.0" in error.facts[0]
 
 
+def test_a_new_clang_stands_in_for_an_old_gcc(path):
+    tool(path, "g++", "g++ (Debian 9.4.0-1) 9.4.0\nCopyright (C) 2019")
+    tool(path, "clang++", "Debian clang version 16.0.6 (15~deb12u1)")
+    row = compiler({"PATH": str(path)})
+    assert (row.verdict, row.found, row.path) == ("ok", "clang 16.0", str(path / "clang++"))
+
+
 def test_di_50_no_compiler_at_all(tmp_path):
     error = problem("cpu", probe("cpu", {"PATH": str(tmp_path)}, BARE))
     assert error.facts == ("C++ compiler: found none, needed g++ 11.0 or clang++ 14.0, or newer",)
