@@ -9,6 +9,7 @@ import gc
 import multiprocessing
 import random
 import threading
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -19,7 +20,8 @@ from deepinfer.speculative.schedule import DraftRules
 from tests.engine.fakes import byte_tokenizer
 from tests.engine.shelf import VOCAB, Asked, Work, play, table, work
 
-BATCH = 25
+SEEDS = [range(50), *(range(first, first + 25) for first in range(50, 250, 25))]
+REACHED = ("preempted", "twice", "hit", "accepted", "error", "gone")
 
 
 @pytest.fixture(scope="module")
@@ -87,23 +89,17 @@ def said(result):
     return result.token_ids, result.text, result.finish_reason, result.logprobs, result.seed
 
 
-@pytest.mark.parametrize("batch", range(10))
-def test_both_loops_do_the_same(batch, tokenizer):
-    """250 random workloads; of every third the tokens are also those of each request alone."""
-    for seed in range(BATCH * batch, BATCH * (batch + 1)):
+@pytest.mark.parametrize("seeds", SEEDS, ids=lambda seeds: f"{seeds[0]} to {seeds[-1]}")
+def test_both_loops_do_the_same(seeds, tokenizer):
+    """250 random workloads; of every third the tokens are also those of each request alone. The
+    first ones have everything in them: preemption (of one twice), hits, drafts, errors."""
+    seen = Counter()
+    for seed in seeds:
         try:
-            compare(seed, tokenizer)
+            _, _, (_, results, gone, taken, _, _) = compare(seed, tokenizer)
         except BaseException as problem:
             problem.add_note(f"workload {seed}")
             raise
-
-
-def test_the_workloads_reach_everything(tokenizer):
-    """What the random ones have in them: preemption (of one twice), hits, drafts, errors."""
-    seen = {"preempted": 0, "twice": 0, "hit": 0, "accepted": 0, "error": 0, "gone": 0}
-    for seed in range(50):
-        made = work(seed)
-        _, results, gone, taken, _, _ = play(made, True, tokenizer)
         everything = [result for call in results for result in call]
         seen["preempted"] += taken
         seen["twice"] += taken > 2
@@ -111,7 +107,7 @@ def test_the_workloads_reach_everything(tokenizer):
         seen["accepted"] += sum((r.speculation or {}).get("accepted", 0) for r in everything)
         seen["error"] += sum(r.error is not None for r in everything)
         seen["gone"] += sum(gone)
-    assert all(seen.values()), seen
+    assert seeds[0] or all(seen[what] for what in REACHED), seen
 
 
 def test_nothing_is_left_behind(tokenizer):
