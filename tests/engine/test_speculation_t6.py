@@ -80,6 +80,7 @@ def rules(llm: LLM, **changes) -> None:
     """Other rules for an engine that runs nothing."""
     assert idle(llm)
     llm._planner.rules = llm._device._rules = replace(llm._planner.rules, **changes)
+    llm._planner._vain = 0  # of the rules before
     llm._policy._length = llm._planner.length
 
 
