@@ -4,6 +4,7 @@ import hashlib
 import os
 import random
 import sys
+from contextlib import suppress
 
 import pytest
 
@@ -18,6 +19,12 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     # What is built on the machine must not decide what is tested.
     config.addinivalue_line("filterwarnings", "ignore:the compiled cpu kernels are not built")
+    if config.getoption("--native"):
+        from tests import native
+
+        # Before any test, whose time limit a busy machine would exceed.
+        with suppress(pytest.skip.Exception):  # no compiler: the tests say so
+            native.library_path()
 
 
 @pytest.fixture(autouse=True, scope="session")
