@@ -24,8 +24,9 @@ BUILD_DIR = ROOT / "build" / "tests"
 def made(extra: tuple[str, ...] = ()) -> plan.Plan:
     """The plan whose library is there; the test is skipped where no compiler is.
 
-    extra: further flags, such as `-fsanitize=address`; then only for levels that this processor
-    has. Workers that ask at once build once, and a second run of the tests finds everything there.
+    extra: further flags, such as `-fsanitize=address`; then only for the portable level and the
+    best one of this processor. Workers that ask at once build once, and a second run of the tests
+    finds everything there.
     """
     found = compiler(os.environ)
     if found.verdict != "ok":
@@ -37,7 +38,8 @@ def made(extra: tuple[str, ...] = ()) -> plan.Plan:
     if extra:
         from deepinfer.ops.cpu.library import Library
 
-        levels = levels[: levels.index(Library(library_path()).level) + 1]
+        best = Library(library_path()).level
+        levels = tuple(level for level in levels if level in ("portable", best))
     whole = plan.plan(plan.read(ROOT / "csrc"), tool, folder, levels, extra)
     compile.execute(whole, len(os.sched_getaffinity(0)), os.environ, lambda done: None)
     return whole

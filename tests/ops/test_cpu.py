@@ -12,7 +12,7 @@ from deepinfer.ops import registry
 from deepinfer.ops.cpu.library import LEVELS
 from tests.ops import test_torch as cases
 from tests.ops.compare import compare
-from tests.ops.native import library
+from tests.ops.native import levels, library
 
 HELD = sorted(op for op in registry.fixed_order("cpu", "cpu") if op in cases.CASES)
 
@@ -34,7 +34,7 @@ def outputs(op, count):
 def test_parity(op, monkeypatch):
     reference = outputs(op, cases.ROWS)
     tolerance = registry.SPECS[op].tolerance
-    for level in LEVELS[: LEVELS.index(library().level) + 1]:
+    for level in levels():
         found = []
         for threads in (1, 2, 3):  # all tables share the threads: the last number set counts
             ops = registry.build("cpu", libraries={"cpu": library(level, threads)})
