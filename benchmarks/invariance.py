@@ -137,12 +137,13 @@ def main() -> int:
         said(f"control: {entries[0]['first']}")
         settings = {**SETTINGS, "accelerator": asked.accelerator, "max_model_len": 1024}
         with LLM(folder, **settings) as llm:
+            kernels = llm.parts.settings["DEEPINFER_CPU_LEVEL"]["value"] or "torch"
             if asked.repeats:
                 entries += repeats(llm, asked.repeats, asked.answer)
             share = tuple(map(int, asked.share.split("/")))
             entries.append(matrix(llm, asked.cells, share, asked.prompts, asked.tokens))
-    for entry in entries:
-        entry["model"] = name
+    for at, entry in enumerate(entries):
+        entry["model"], entry["kernels"] = name, kernels if at else plain_ops.NAME
     measure.table(
         ("bar", "value", "unit", "correct"),
         [(e["bar"], e["value"], e["unit"], str(e["correct"])) for e in entries],
