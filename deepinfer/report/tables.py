@@ -11,7 +11,10 @@ from typing import Any
 
 from deepinfer.report.replay import views
 
-__all__ = ["ascii_only", "bars", "drift", "facts", "flops", "title", "unit_of"]
+__all__ = [
+    "Table", "amount", "ascii_only", "bars", "drift", "facts", "flops", "percent", "title",
+    "unit_of",
+]  # fmt: skip
 
 _UNITS = (
     (1e15, "PFLOP"),
@@ -105,12 +108,12 @@ def flops(document: Mapping[str, Any]) -> Table:
     for name, parts, saved in shown:
         numbers = [parts.get(n, 0) for n in names] + [sum(parts.values())]
         heads.append(f"{name} {unit}")
-        columns.append([_amount(number / size) for number in numbers])
+        columns.append([amount(number / size) for number in numbers])
         if saved is None:
             full = numbers
         else:
             heads.append("saved")
-            columns.append([_percent(1 - a / b) for a, b in zip(numbers, full, strict=True)])
+            columns.append([percent(1 - a / b) for a, b in zip(numbers, full, strict=True)])
     rows = list(zip([*names, "total"], *columns, strict=True))
     return tuple(heads), rows, "FLOPs of the new tokens (FP8-equivalent)"
 
@@ -118,7 +121,7 @@ def flops(document: Mapping[str, Any]) -> Table:
 def drift(document: Mapping[str, Any]) -> Table:
     rows = [
         (str(row["keep"]), f"{row['max_abs_dlogit']:.4g}", f"{row['kl']:.4g}",
-         _percent(row["top1_agreement"]))
+         percent(row["top1_agreement"]))
         for row in document["drift"]
     ]  # fmt: skip
     heads = ("keep", "max |dlogit|", "KL nats", "top-1 agreement")
@@ -133,14 +136,15 @@ def ascii_only(text: str) -> str:
 
 
 def _minus(saved: float) -> str:
-    return ("−" if saved >= 0.0005 else "") + _percent(saved)
+    return ("−" if saved >= 0.0005 else "") + percent(saved)
 
 
-def _percent(saved: float) -> str:
+def percent(saved: float) -> str:
+    """A fraction of 1 in words."""
     return f"{saved * 100:.1f} %"
 
 
-def _amount(value: float) -> str:
+def amount(value: float) -> str:
     """Four significant digits, never an exponent."""
     whole = len(str(int(abs(value))))
     return f"{value:,.{max(4 - whole, 0)}f}"

@@ -30,7 +30,8 @@ TORCH_FREE = (
     "deepinfer.speculative.trace", "deepinfer.speculative.tracefile",
     "deepinfer.speculative.reschedule", "deepinfer.speculative.acceptance",
     "deepinfer.speculative.temperatures", "deepinfer.report.trace_views",
-    "deepinfer.report.figures",
+    "deepinfer.report.figures", "deepinfer.report.bench", "deepinfer.report.bench_plots",
+    "deepinfer.report.bench_compare",
     "deepinfer.tokenizer.tokenizer", "deepinfer.cli.main", "deepinfer.cli.checks",
 )  # fmt: skip
 

@@ -1,0 +1,373 @@
+"""What `bench` says of its rows: tables for people and programs, remarks, the Markdown report.
+
+Saved rows and the run's `meta` come in; tables, text and lines go out. It must not know how rows
+are measured, nor the terminal; pandas is imported when CSV is asked for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import PurePath
+from typing import Any
+
+from deepinfer.report.bench_rows import (
+    WORDS,
+    Row,
+    good,
+    label,
+    median,
+    spread,
+    varying,
+    word,
+)
+from deepinfer.report.tables import Table, amount, percent
+
+__all__ = ["FORMATS", "csv", "markdown", "notes", "table", "tables"]
+
+FORMATS = ("table", "md", "csv", "json", "jsonl")
+STEADY = (0.98, 1.02)
+MOVED = 0.03
+_UPRIGHT = 3  # so many rows stand side by side, more lie below each other
+
+Cell = Callable[[Row], str]
+
+
+def tables(rows: Sequence[Row]) -> list[Table]:
+    """Speed and work of the runs, and the single ops; axes that all rows share are in a title."""
+    runs = [row for row in rows if row.get("kind", "e2e") == "e2e"]
+    ops = [row for row in rows if row.get("kind") == "ops"]
+    found = []
+    if 0 < len(runs) <= _UPRIGHT:
+        found.append(_upright(runs, SPEED + WORK))
+    elif runs:
+        found += [_table(runs, "Speed", SPEED), _table(runs, "Work of the same rows", WORK)]
+    return found + ([_table(ops, "Ops", OPS)] if ops else [])
+
+
+def table(rows: Sequence[Row], format: str = "table") -> str:
+    """The rows as text of a format of FORMATS, with a line end."""
+    if format == "csv":
+        return csv(rows)
+    if format == "json":
+        return json.dumps(list(rows), ensure_ascii=False, allow_nan=False) + "\n"
+    if format == "jsonl":
+        lines = (json.dumps(row, ensure_ascii=False, allow_nan=False) for row in rows)
+        return "".join(line + "\n" for line in lines)
+    write = {"table": _aligned, "md": _marked}[format]
+    return "\n".join(write(*one) for one in tables(rows))
+
+
+def csv(rows: Sequence[Row]) -> str:
+    """One line a row, one column a number (`ttft_ms.median`), samples left out."""
+    import pandas
+
+    kept = [{name: value for name, value in row.items() if name != "samples"} for row in rows]
+    frame = pandas.json_normalize(kept)
+    lists = frame.map(lambda value: json.dumps(value) if isinstance(value, list) else value)
+    return lists.to_csv(index=False, lineterminator="\n")
+
+
+def notes(meta: Mapping[str, Any], rows: Sequence[Row]) -> list[str]:
+    """What a reader has to know before believing a number, a line each."""
+    names, found = varying(rows), []
+    moved = [
+        f"{name} {percent(abs(after / before - 1))}"
+        for name, before, after in ceilings(meta)
+        if before and after and abs(after / before - 1) > MOVED
+    ]
+    if moved:
+        found.append(
+            f"the ceilings moved by more than {MOVED:.0%} during the run ({', '.join(moved)}): "
+            "its numbers are void, run it again on a quiet machine"
+        )
+    for row in rows:
+        found += [f"{label(row, names)}: {text}" for text in _remarks(row)]
+    sizes = sorted({row["axes"]["synthetic"] for row in rows if row["axes"].get("synthetic")})
+    if sizes:
+        found.append(f"synthetic: random weights ({', '.join(sizes)}), no answer means anything")
+    lengths = sorted({str(_simulated(row)) for row in rows if _simulated(row)})
+    if lengths:
+        found.append(
+            f"drafts were accepted by a seeded draw of mean length {', '.join(lengths)}, not by "
+            "what they say"
+        )
+    return found
+
+
+def ceilings(meta: Mapping[str, Any]) -> list[tuple[str, float | None, float | None]]:
+    """Name, value before and value after the run of each measured ceiling."""
+    known = meta.get("ceilings") or {}
+    before, after = (known.get(when) or {} for when in ("before", "after"))
+    return [
+        (name, median(before.get(name)), median(after.get(name)))
+        for name in dict.fromkeys([*before, *after])
+        if median(before.get(name)) is not None or median(after.get(name)) is not None
+    ]
+
+
+# Cells -------------------------------------------------------------------------------------------
+
+
+def _measured(name: str, size: float = 1.0) -> Cell:
+    """Median and half of what lies between p5 and p95."""
+
+    def cell(row: Row) -> str:
+        middle = median(row.get(name))
+        if middle is None:
+            return "-"
+        wide, text = sum(spread(row[name])) / 2, amount(middle / size)
+        decimals = len(text.partition(".")[2])
+        return text + (f" ±{wide / size:,.{decimals}f}" if wide else "")
+
+    return cell
+
+
+def _pair(name: str) -> Cell:
+    """Planned and measured, one number where they agree."""
+
+    def cell(row: Row) -> str:
+        both = row.get(name) or {}
+        planned, found = both.get("planned"), both.get("measured")
+        if planned is None:
+            return "-"
+        if found is None:
+            return f"{percent(planned)} planned"
+        if abs(planned - found) < 5e-4:
+            return percent(found)
+        return f"{percent(found)} (planned {percent(planned)})"
+
+    return cell
+
+
+def _fraction(part: str = "") -> Cell:
+    def cell(row: Row) -> str:
+        share = row.get("ceiling_fraction")
+        found = median(share.get(part) if part and isinstance(share, Mapping) else share)
+        return "-" if found is None else percent(found)
+
+    return cell
+
+
+def _number(name: str, text: Callable[[float], str]) -> Cell:
+    def cell(row: Row) -> str:
+        value = median(row.get(name))
+        return "-" if value is None else text(value)
+
+    return cell
+
+
+def _positions(row: Row) -> str:
+    shares = row.get("acceptance_by_position") or []
+    return " ".join("-" if share is None else f"{share:.0%}" for share in shares) or "-"
+
+
+def _tokens(row: Row) -> str:
+    counts = row.get("prompt_tokens") or {}
+    names = ("cached", "computed", "replayed")
+    return " / ".join(word(counts.get(name)) for name in names) if counts else "-"
+
+
+def _state(row: Row) -> str:
+    """One word or a few for what must not be overlooked."""
+    found = [] if good(row) else [str(row.get("status"))]
+    if row["axes"].get("synthetic"):
+        found.append("synthetic")
+    if _simulated(row):
+        found.append("simulated")
+    if good(row) and row.get("steady") is False:
+        found.append("not steady")
+    if row.get("outliers"):
+        found.append(f"outliers {row['outliers']}")
+    return ", ".join(found) or "ok"
+
+
+SPEED: tuple[tuple[str, Cell], ...] = (
+    ("TTFT ms", _measured("ttft_ms")),
+    ("TPOT ms", _measured("tpot_ms")),
+    ("output tok/s", _measured("output_tok_s")),
+    ("output tok/s/card", _measured("output_tok_s_per_card")),
+    ("prompt tok/s", _measured("prompt_tok_s")),
+    ("prefill of ceiling", _fraction("prefill")),
+    ("decode of ceiling", _fraction("decode")),
+    ("row", _state),
+)
+WORK: tuple[tuple[str, Cell], ...] = (
+    ("saved layer-rows", _pair("prefill_saved_rows")),
+    ("saved FLOPs", _pair("prefill_saved_flops")),
+    ("accepted length", _measured("accepted_length")),
+    ("accepted", _number("acceptance_rate", percent)),
+    ("by position", _positions),
+    ("verified", _measured("verified_length")),
+    ("prompt cached / computed / replayed", _tokens),
+    ("KV MiB", _measured("kv_bytes", 2**20)),
+    ("host ms/step", _measured("host_ms_per_step")),
+)
+OPS: tuple[tuple[str, Cell], ...] = (
+    ("time us", _measured("time_us")),
+    ("GB/s", _measured("gb_per_s")),
+    ("GFLOP/s", _measured("flop_per_s", 1e9)),
+    ("of ceiling", _fraction()),
+    ("row", _state),
+)
+
+
+def _table(rows: Sequence[Row], title: str, columns: Sequence[tuple[str, Cell]]) -> Table:
+    """A line each row; columns without a single value are left out."""
+    names = varying(rows)
+    cells = [[cell(row) for _, cell in columns] for row in rows]
+    used = [at for at in range(len(columns)) if any(line[at] != "-" for line in cells)]
+    heads = [WORDS.get(name, name) for name in names] + [columns[at][0] for at in used]
+    lines = [
+        (*(word(row["axes"].get(name)) for name in names), *(line[at] for at in used))
+        for row, line in zip(rows, cells, strict=True)
+    ]
+    shared = _shared(rows, names) if columns is not WORK else ""
+    return tuple(heads), lines, f"{title}: {shared}" if shared else title
+
+
+def _upright(rows: Sequence[Row], columns: Sequence[tuple[str, Cell]]) -> Table:
+    """A line each measure, which is easier to read of one row, or of a few."""
+    names = varying(rows)
+    heads = ("measure", *((label(row, names) for row in rows) if names else ("value",)))
+    lines = [(name, *(cell(row) for row in rows)) for name, cell in columns]
+    lines = [line for line in lines if any(cell != "-" for cell in line[1:])]
+    return heads, lines, _shared(rows, names)
+
+
+def _shared(rows: Sequence[Row], names: Sequence[str]) -> str:
+    axes = rows[0]["axes"]
+    return label(rows[0], [n for n in axes if n not in names and axes[n] not in (None, [], {})])
+
+
+def _remarks(row: Row) -> list[str]:
+    found = []
+    if not good(row):
+        error = row.get("error") or {}
+        why = error.get("message") or error.get("code") or "nothing was measured"
+        found.append(f"{row.get('status')}: {why}")
+    if row.get("outliers"):
+        found.append(
+            f"{row['outliers']} samples are statistical outliers: something else may have used the "
+            "machine, run again when it is quiet"
+        )
+    ratio = row.get("self_ratio")
+    if ratio is not None and not STEADY[0] <= ratio <= STEADY[1]:
+        found.append(
+            f"not steady: its repeats against themselves give {ratio:.3f} (0.98 to 1.02), compare "
+            "it with nothing"
+        )
+    return found
+
+
+def _simulated(row: Row) -> float | None:
+    return row["axes"].get("accepted_length")
+
+
+# The report --------------------------------------------------------------------------------------
+
+TERMS = """\
+Numbers are medians of {repeats}; ± is half of what lies between the 5th and the 95th percentile.
+TTFT: from submission to the first delivered token, queue included. TPOT: milliseconds a token \
+between the first delivery and the last.
+Output tok/s counts generated tokens, prompt tok/s the prompt tokens that were computed and not \
+those reused.
+Saved: of all layers of the model, against every layer on every prompt token; FLOPs are \
+FP8-equivalent.
+Accepted length: tokens committed / target steps, bonus or corrected token included. Accepted: \
+accepted drafts / drafted.
+Of ceiling: the time that the measured copy bandwidth and matmul rate allow at best, over the \
+time it took."""
+
+
+def markdown(
+    meta: Mapping[str, Any], rows: Sequence[Row], figures: Sequence[PurePath | str] = ()
+) -> str:
+    """The run as a page: facts, ceilings, tables, pictures, remarks, terms.
+
+    figures: pictures as paths relative to the page; other files are left out.
+    """
+    shown = list(dict.fromkeys(str(row["axes"].get("model", "?")) for row in rows))
+    parts = [f"# Benchmark of {_escaped(', '.join(shown) or 'nothing')}\n", _facts(meta, rows)]
+    known = ceilings(meta)
+    if known:
+        lines = [
+            (name.replace("_per_s", "/s").replace("_", " "), *map(_maybe, (before, after)),
+             percent(abs(after / before - 1)) if before and after else "-")
+            for name, before, after in known
+        ]  # fmt: skip
+        heads = ("measured on this machine", "before", "after", "moved")
+        parts += ["## Ceilings\n", _marked(heads, lines, "")]
+    parts += ["## Results\n", *(_marked(*one) for one in tables(rows))]
+    remarks = notes(meta, rows)
+    if remarks:
+        parts.append("## Remarks\n")
+        parts.append("".join(f"* {_escaped(line)}\n" for line in remarks))
+    pictures = [PurePath(path).as_posix() for path in figures if str(path).endswith(".png")]
+    if pictures:
+        parts.append("## Pictures\n")
+        parts += [f"![{PurePath(path).stem}]({path.replace(' ', '%20')})\n" for path in pictures]
+    repeats = sorted({f"{row['repeats']} repeats" for row in rows if row.get("repeats")})
+    terms = TERMS.format(repeats=" or ".join(repeats) or "the repeats").splitlines()
+    parts += ["## Terms\n", "".join(f"* {line}\n" for line in terms)]
+    return "\n".join(parts)
+
+
+def _facts(meta: Mapping[str, Any], rows: Sequence[Row]) -> str:
+    here = meta.get("environment") or {}
+    cpu = here.get("cpu") or {}
+    devices = [device.get("name", "?") for device in here.get("devices") or ()]
+    commit = here.get("commit", "")[:12] + (" with local changes" if here.get("dirty") else "")
+    chosen = [
+        f"{name}={json.dumps(entry['value'], ensure_ascii=False)}"
+        for name, entry in (meta.get("settings") or {}).items()
+        if entry.get("source") not in ("default", "model", "device")
+    ]
+    measured = sum(map(good, rows))
+    counts = f"{measured} measured" + (f", {len(rows) - measured} not" * (measured < len(rows)))
+    facts = (
+        ("when", meta.get("created")),
+        ("command", " ".join(meta.get("command") or ())),
+        ("deepinfer", " ".join(filter(None, (meta.get("deepinfer_version"), commit)))),
+        ("device", ", ".join(devices)),
+        ("cpu", f"{cpu['name']}, {cpu['cores']} cores" if cpu.get("name") else ""),
+        ("torch", here.get("torch")),
+        ("settings chosen", ", ".join(chosen)),
+        ("rows", counts),
+    )
+    return "".join(f"* {name}: {_escaped(str(value))}\n" for name, value in facts if value)
+
+
+def _maybe(value: float | None) -> str:
+    return "-" if value is None else amount(value)
+
+
+# Text --------------------------------------------------------------------------------------------
+
+
+def _aligned(heads: Sequence[str], lines: Sequence[Sequence[str]], title: str) -> str:
+    """Columns padded with blanks, numbers to the right; never cut, whatever the width."""
+    shown = [[_flat(cell) for cell in line] for line in (heads, *lines)]
+    wide = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    return _flat(title) + "\n" + "".join(
+        "  ".join(cell.ljust(w) if not at else cell.rjust(w)
+                  for at, (cell, w) in enumerate(zip(line, wide, strict=True))).rstrip() + "\n"
+        for line in shown
+    )  # fmt: skip
+
+
+def _marked(heads: Sequence[str], lines: Sequence[Sequence[str]], title: str) -> str:
+    rule = ["---", *("---:" for _ in heads[1:])]
+    body = [[_escaped(cell) for cell in line] for line in (heads, *lines)]
+    body.insert(1, rule)
+    table = "".join(f"| {' | '.join(line)} |\n" for line in body)
+    return (f"**{_escaped(title)}**\n\n" if title else "") + table
+
+
+def _flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _escaped(text: str) -> str:
+    """As a cell of a Markdown table."""
+    return _flat(text).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
