@@ -13,8 +13,9 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from deepinfer.bench.metrics import STEADY, quantile, self_ratio
+
 ROOT = Path(__file__).parents[1]
-STEADY = (0.98, 1.02)  # a series whose halves differ by more says nothing about a ratio
 
 
 def interleave(sides: Mapping[str, Callable[[], float]], runs: int) -> dict[str, list[float]]:
@@ -26,20 +27,6 @@ def interleave(sides: Mapping[str, Callable[[], float]], runs: int) -> dict[str,
         for name, side in sides.items():
             samples[name].append(side())
     return samples
-
-
-def quantile(samples: Sequence[float], share: float) -> float:
-    """Linear between the order statistics."""
-    ordered = sorted(samples)
-    at = share * (len(ordered) - 1)
-    low = int(at)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
-
-
-def self_ratio(samples: Sequence[float]) -> float:
-    """Median of the even runs over the median of the odd ones: one version against itself."""
-    return statistics.median(samples[::2]) / statistics.median(samples[1::2])
 
 
 def record(

@@ -24,10 +24,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
 
@@ -124,9 +122,7 @@ def beside(runs: int, prefill_runs: int, threads: int) -> list[dict[str, object]
 
 def flops(side: Side, config: ModelConfig, tokens: int) -> int:
     """Two for each multiplication of a prompt's matrices, attention and index scores."""
-    plan = side.llm.parts.rule.plan(tokens=tokens)
-    with patch.object(cost, "rates", lambda config: defaultdict(lambda: 2)):
-        return cost.total_flops(config, plan)
+    return cost.total_flops(config, side.llm.parts.rule.plan(tokens=tokens), cost.PLAIN)
 
 
 class Llama:

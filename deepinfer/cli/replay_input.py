@@ -99,11 +99,10 @@ def _plan(
     settings: Settings, config: ModelConfig, tokens: int, cached: int
 ) -> tuple[Settings, ReplayRule, ReplayPlan]:
     from deepinfer.replay.plan import ReplayRule
-    from deepinfer.report.replay import plan_with_hit
 
     rule = ReplayRule.of(config, settings.replay_mode, settings.swa_keep)
     page, encoder_replay = settings.page_tokens, settings.encoder_replay
-    return settings, rule, plan_with_hit(rule, tokens, cached, page, encoder_replay)
+    return settings, rule, rule.plan_with_hit(tokens, cached, page, encoder_replay)
 
 
 def _model(

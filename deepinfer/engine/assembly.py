@@ -134,7 +134,7 @@ def assemble(settings: Settings, warn: Callable[[str], object]) -> Parts:
         tokenizer = Tokenizer(checkpoint.tokenizer_file, config.bos_token_id, config.vocab_size)
     token_map = _token_map(checkpoint)
     packed = registry.packed(device, overrides, libraries)
-    free, keep = plan_weights(checkpoint, _free_bytes(device), settings.mtp > 0, packed)
+    free, keep = plan_weights(checkpoint, free_bytes(device), settings.mtp > 0, packed)
     ops = registry.build(device, overrides, keep_weights=keep, libraries=libraries)
     rule = ReplayRule.of(config, settings.replay_mode, settings.swa_keep)
     sizes, warnings = plan_sizes(settings, config, free)
@@ -291,7 +291,7 @@ def _tiers(
 
     if not reuse.enabled:
         return (), None
-    host = HostTier(min(settings.prefix_cache_bytes, max(_free_bytes("cpu"), 0) // _HOST_SHARE))
+    host = HostTier(min(settings.prefix_cache_bytes, max(free_bytes("cpu"), 0) // _HOST_SHARE))
     if settings.prefix_cache_dir is None:
         return (host,), None
     disk = DiskTier(
@@ -430,7 +430,8 @@ def _token_map(checkpoint: Checkpoint) -> tuple[int, ...] | None:
     return None
 
 
-def _free_bytes(device: str) -> int:
+def free_bytes(device: str) -> int:
+    """Bytes that are free now on a torch device type."""
     from deepinfer.device import detect
 
     if device != "cpu":

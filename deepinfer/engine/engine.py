@@ -258,12 +258,20 @@ class LLM:
         from deepinfer.replay.meter import Meter
 
         self._check_idle("their rows would be counted too")
-        with self._prefix.alone():
+        with self.fresh():
             if cached:
                 self._run_one(token_ids[:cached])
             with Meter(self.parts.runner) as meter:
                 self._run_one(token_ids)
                 return meter.measured(len(token_ids))
+
+    @contextmanager
+    def fresh(self) -> Iterator[None]:
+        """For a while, resume from nothing that was computed before, and keep nothing for later
+        runs: what is timed then was not computed before. Raises UsageError where requests run."""
+        self._check_idle("they may share state")
+        with self._prefix.alone():
+            yield
 
     def _run_one(self, token_ids: Sequence[int]) -> None:
         [result] = self.generate([token_ids], SamplingParams(max_tokens=1, temperature=0))

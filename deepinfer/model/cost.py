@@ -15,7 +15,7 @@ count nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from deepinfer.model.config import LayerSpec, ModelConfig
@@ -27,6 +27,10 @@ COMPONENTS = (
 """attention: scores and values. indexer: queries, head weights, scores. compressor: latents, gates
 and index keys of a KV source. projections: query, window key and output. hyper: mHC. engram: its
 wkv."""
+
+
+PLAIN = {"dense": 2, "expert": 2, "wide": 2, "scores": 2, "fp32": 2}
+"""FLOPs whatever the number format: for devices that multiply everything in one."""
 
 
 def rates(config: ModelConfig) -> dict[str, int]:
@@ -103,16 +107,18 @@ def _matrices(config: ModelConfig, layer: LayerSpec) -> Iterator[_Matrix]:
         yield _Matrix("engram", (c.hc_mult + 1) * hidden, c.engram_width, "dense")
 
 
-def layer_flops(config: ModelConfig, plan: ReplayPlan, layer: int) -> dict[str, int]:
+def layer_flops(
+    config: ModelConfig, plan: ReplayPlan, layer: int, rate: Mapping[str, int] | None = None
+) -> dict[str, int]:
     """FP8-equivalent FLOPs of one layer for the plan's prompt [0, tokens), by component.
 
     Components without work are left out. Row p sees its window back to `plan.sees_from`,
     min(index_topk, (p + 1) // ratio) entries, and is scored against (p + 1) // ratio index keys, in
     the layers that choose among candidates against as many as the candidate blocks hold. A KV
     source compresses every row that is present, also where its keys alone are needed; index keys
-    are made once per group closed behind `plan.cached`.
+    are made once per group closed behind `plan.cached`. rate: other `rates`, such as `PLAIN`.
     """
-    spec, rate = config.layers[layer], rates(config)
+    spec, rate = config.layers[layer], rate or rates(config)
     start, end = min(plan.rows_from(layer), plan.tokens), plan.tokens
     counts = {"rows": end - start, "present": end - plan.first, "groups": 0}
     window, sees = config.sliding_window, plan.sees_from(layer)
@@ -132,20 +138,24 @@ def layer_flops(config: ModelConfig, plan: ReplayPlan, layer: int) -> dict[str, 
     return {name: count for name, count in flops.items() if count}
 
 
-def plan_flops(config: ModelConfig, plan: ReplayPlan) -> tuple[dict[str, int], ...]:
+def plan_flops(
+    config: ModelConfig, plan: ReplayPlan, rate: Mapping[str, int] | None = None
+) -> tuple[dict[str, int], ...]:
     """`layer_flops` of every layer, in order; the head is `head_flops`."""
-    return tuple(layer_flops(config, plan, i) for i in range(config.num_hidden_layers))
+    return tuple(layer_flops(config, plan, i, rate) for i in range(config.num_hidden_layers))
 
 
-def head_flops(config: ModelConfig, rows: int) -> int:
+def head_flops(config: ModelConfig, rows: int, rate: Mapping[str, int] | None = None) -> int:
     """FP8-equivalent FLOPs of the logits of `rows` rows."""
-    return config.vocab_size * config.hidden_size * rows * rates(config)["wide"]
+    return config.vocab_size * config.hidden_size * rows * (rate or rates(config))["wide"]
 
 
-def total_flops(config: ModelConfig, plan: ReplayPlan) -> int:
+def total_flops(
+    config: ModelConfig, plan: ReplayPlan, rate: Mapping[str, int] | None = None
+) -> int:
     """FP8-equivalent FLOPs of the plan's prompt with the logits of its last row."""
-    layers = sum(sum(flops.values()) for flops in plan_flops(config, plan))
-    return layers + head_flops(config, min(plan.tokens, 1))
+    layers = sum(sum(flops.values()) for flops in plan_flops(config, plan, rate))
+    return layers + head_flops(config, min(plan.tokens, 1), rate)
 
 
 def saving(config: ModelConfig, plan: ReplayPlan) -> Saving:

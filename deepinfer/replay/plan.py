@@ -195,6 +195,18 @@ class ReplayRule:
             kept=kept,
         )
 
+    def plan_with_hit(
+        self, tokens: int, cached: int, page: int, encoder_replay: bool = False
+    ) -> ReplayPlan:
+        """The plan of a prompt of which `cached` tokens are known already.
+
+        It resumes at the last page boundary (of `page` tokens) that is cached and may be resumed
+        at. encoder_replay: no window state is there, so a window of rows before it runs again.
+        """
+        resume = min(cached, self.latest_resume(tokens)) // page * page
+        refill = min(self.window, resume) if encoder_replay else 0
+        return self.plan(tokens, cached=resume, refill=refill)
+
 
 def _range(start: int, stop: int) -> tuple[Range, ...]:
     return ((start, stop),) if stop > start else ()

@@ -15,8 +15,8 @@ from deepinfer.model import cost
 from deepinfer.model.config import ModelConfig
 from deepinfer.replay.plan import LayerRanges, ReplayPlan, ReplayRule
 
-__all__ = ["ROLES", "STATES", "Measured", "check", "components", "inspection", "plan_with_hit",
-           "restricted", "shape", "state_bytes", "thresholds", "views"]  # fmt: skip
+__all__ = ["ROLES", "STATES", "Measured", "check", "components", "inspection", "restricted",
+           "shape", "state_bytes", "thresholds", "views"]  # fmt: skip
 
 STATES = ("computed", "keys_only", "read", "skipped")
 # The plan's words for the halves, and those of the pictures.
@@ -30,19 +30,6 @@ class Measured(Protocol):
     def layers(self) -> Sequence[LayerRanges]: ...
     @property
     def flops(self) -> Mapping[str, int]: ...
-
-
-def plan_with_hit(
-    rule: ReplayRule, tokens: int, cached: int, page: int, encoder_replay: bool = False
-) -> ReplayPlan:
-    """The plan of a prompt of which `cached` tokens are known already.
-
-    It resumes at the last page boundary (of `page` tokens) that is cached and may be resumed at.
-    encoder_replay: no window state is there, so a window of rows before that point runs again.
-    """
-    resume = min(cached, rule.latest_resume(tokens)) // page * page
-    refill = min(rule.window, resume) if encoder_replay else 0
-    return rule.plan(tokens, cached=resume, refill=refill)
 
 
 def shape(config: ModelConfig, name: str, rollback: int) -> dict[str, Any]:

@@ -71,6 +71,10 @@ class Tokenizer:
             ) from None
         return ids if self.bos_id is None else [self.bos_id, *ids]
 
+    def special(self, text: str) -> int | None:
+        """The id of a special token written so, which `encode` never makes of a text."""
+        return next((i for i in self._special if self._added[i] == text), None)
+
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, without special tokens; what is not UTF-8 becomes U+FFFD."""
         stream = self.stream()

@@ -33,6 +33,8 @@ TORCH_FREE = (
     "deepinfer.report.figures", "deepinfer.report.bench", "deepinfer.report.bench_plots",
     "deepinfer.report.bench_compare",
     "deepinfer.tokenizer.tokenizer", "deepinfer.cli.main", "deepinfer.cli.checks",
+    "deepinfer.bench.axes", "deepinfer.bench.metrics", "deepinfer.bench.files",
+    "deepinfer.bench.savings",
 )  # fmt: skip
 
 

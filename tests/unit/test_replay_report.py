@@ -25,7 +25,7 @@ def record(config, tokens, keep=140, cached=0, mode="compact", shown=None, other
     views = []
     for one in (keep, *others):
         rule = ReplayRule.of(config, mode, one)
-        plan = replay.plan_with_hit(rule, tokens, cached, 128, refill)
+        plan = rule.plan_with_hit(tokens, cached, 128, refill)
         view = replay.inspection(config, rule, plan)
         views.append(replay.restricted(view, (0, config.num_hidden_layers), shown or (0, tokens)))
     document = {
@@ -86,12 +86,12 @@ def test_totals_are_sums():
 
 def test_a_hit_ends_at_a_page_that_leaves_the_tail_to_compute():
     rule = ReplayRule.of(FLASH, "compact", 140)
-    hits = {cached: replay.plan_with_hit(rule, 1000, cached, 128).cached for cached in
+    hits = {cached: rule.plan_with_hit(1000, cached, 128).cached for cached in
             (0, 127, 128, 700, 860, 896, 1000)}  # fmt: skip
     assert hits == {0: 0, 127: 0, 128: 128, 700: 640, 860: 768, 896: 768, 1000: 768}
     whole = ReplayRule.of(FLASH, "off", 0)
-    assert replay.plan_with_hit(whole, 1024, 1024, 128).cached == 896
-    assert replay.plan_with_hit(rule, 1000, 1000, 128, encoder_replay=True).refill == 128
+    assert whole.plan_with_hit(1024, 1024, 128).cached == 896
+    assert rule.plan_with_hit(1000, 1000, 128, encoder_replay=True).refill == 128
 
 
 def test_a_layout_that_cannot_be_cut_runs_everything():

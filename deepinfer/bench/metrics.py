@@ -1,0 +1,225 @@
+"""Numbers of a repeat and of a row, from what was delivered when.
+
+Comes in: for each request when it was submitted and what was delivered at which time, its token
+counts. Goes out: one sample per repeat, medians with spread per row. Counting is that of serving
+semantics §8 and is written down here alone. It must not know the engine, clocks or files; nothing
+here may import torch.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from deepinfer.speculative.proposal import Counts
+
+__all__ = [
+    "MEASURED", "STEADY", "Heard", "outliers", "quantile", "sample", "self_ratio", "spread",
+    "summary",
+]  # fmt: skip
+
+STEADY = (0.98, 1.02)
+"""A series whose halves differ by more says nothing about a ratio (performance rules §4.1)."""
+
+# Ten standard deviations, by the median absolute deviation of a normal law.
+_FAR = 14.826
+
+MEASURED = (
+    "ttft_ms", "tpot_ms", "queue_ms", "prompt_tok_s", "output_tok_s", "output_tok_s_per_card",
+    "total_tok_s", "host_ms_per_step", "accepted_length", "elapsed_ms",
+)  # fmt: skip
+"""Fields of a row that are {median, p5, p95, n} over its repeats, or null with a `why`."""
+
+_NO_SECOND = "one delivery: no token came after the first"
+_NO_DRAFTS = "nothing is drafted"
+_NONE_DONE = "no request was completed"
+
+
+@dataclass(slots=True)
+class Heard:
+    """One request as its caller sees it; times in seconds of one clock.
+
+    deliveries: (time, tokens) of each. queue: seconds until it was scheduled, if known. counts: of
+    its drafts, None without speculation.
+    """
+
+    submitted: float
+    prompt_tokens: int = 0
+    cached: int = 0
+    replayed: int = 0
+    computed: int = 0
+    queue: float | None = None
+    deliveries: list[tuple[float, int]] = field(default_factory=list)
+    counts: Counts | None = None
+
+    @property
+    def tokens(self) -> int:
+        return sum(tokens for _, tokens in self.deliveries)
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds from submission to the first delivery, thinking included."""
+        return self.deliveries[0][0] - self.submitted if self.deliveries else None
+
+    @property
+    def tpot(self) -> float | None:
+        """Seconds per token behind the first delivery; None if there is none."""
+        behind = self.tokens - self.deliveries[0][1] if self.deliveries else 0
+        if not behind:
+            return None
+        return (self.deliveries[-1][0] - self.deliveries[0][0]) / behind
+
+
+def sample(
+    requests: Sequence[Heard], *, cards: int = 1, host_seconds: float | None = None, steps: int = 0
+) -> dict[str, Any]:
+    """One repeat: all that ran at once, from the first submission to the last delivery.
+
+    ttft_ms, tpot_ms, queue_ms: medians over the requests. prompt_tok_s: computed prompt tokens over
+    the time until every request had its first token; reused ones are never in a rate but
+    total_tok_s. output_tok_s: generated tokens over the whole time. host_seconds: what `steps`
+    steps took beside the device. {"completed": 0} where nothing was delivered.
+    """
+    done = [one for one in requests if one.deliveries]
+    if not done:
+        return {"completed": 0}
+    start = min(one.submitted for one in done)
+    ready = max(one.deliveries[0][0] for one in done) - start
+    elapsed = max(one.deliveries[-1][0] for one in done) - start
+    made = sum(one.tokens for one in done)
+    computed, cached = sum(one.computed for one in done), sum(one.cached for one in done)
+    out: dict[str, Any] = {
+        "completed": len(done),
+        "ttft_ms": _middle(one.ttft for one in done),
+        "tpot_ms": _middle(one.tpot for one in done),
+        "queue_ms": _middle(one.queue for one in done),
+        "elapsed_ms": _rounded(elapsed * 1e3),
+        "ready_ms": _rounded(ready * 1e3),
+        "prompt_tok_s": _rate(computed, ready),
+        "output_tok_s": _rate(made, elapsed),
+        "output_tok_s_per_card": _rate(made / cards, elapsed),
+        "total_tok_s": _rate(made + computed + cached, elapsed),
+        "host_ms_per_step": None,
+        "accepted_length": None,
+        "prompt_tokens": {
+            "cached": cached, "computed": computed, "replayed": sum(one.replayed for one in done),
+        },
+        "output_tokens": made,
+    }  # fmt: skip
+    if host_seconds is not None and steps:
+        out["host_ms_per_step"] = _rounded(host_seconds / steps * 1e3)
+    counts = [one.counts for one in done if one.counts is not None]
+    if counts:
+        names = ("steps", "drafted", "verified", "accepted", "discarded", "committed")
+        total = Counts(*(sum(getattr(one, name) for one in counts) for name in names))
+        out["accepted_length"] = total.accepted_length
+        out["speculation"] = {name: getattr(total, name) for name in names}
+    return out
+
+
+def summary(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The measured part of a row: spreads, counts, samples, and how far they can be trusted.
+
+    Every field of `MEASURED` is there; null ones have their reason under `why`. acceptance_rate is
+    accepted / drafted, verified_length verified drafts a step, both over all repeats.
+    """
+    good = [one for one in samples if one.get("completed")]
+    out: dict[str, Any] = {"status": "ok" if good else "empty"}
+    why = {}
+    for name in MEASURED:
+        values = [one[name] for one in good if one.get(name) is not None]
+        out[name] = spread(values) if values else None
+        if not values:
+            why[name] = _NONE_DONE if not good else _why(name)
+    counts = [one["speculation"] for one in good if "speculation" in one]
+    steps, drafted, verified, accepted = (
+        sum(one[name] for one in counts) for name in ("steps", "drafted", "verified", "accepted")
+    )
+    out["acceptance_rate"] = accepted / drafted if drafted else None
+    out["verified_length"] = verified / steps if steps else None
+    out["accepted_drafts_per_step"] = accepted / steps if steps else None
+    for name in ("acceptance_rate", "verified_length", "accepted_drafts_per_step"):
+        if out[name] is None:
+            why[name] = why.get("accepted_length", _NO_DRAFTS)
+    elapsed = [one["elapsed_ms"] for one in good]
+    ratio = self_ratio(elapsed)
+    out |= {
+        "self_ratio": ratio,
+        "steady": ratio is not None and STEADY[0] <= ratio <= STEADY[1],
+        "outliers": len(outliers(elapsed)),
+        "samples": {
+            name: [one.get(name) for one in good]
+            for name in ("ttft_ms", "tpot_ms", "output_tok_s", "prompt_tok_s", "elapsed_ms")
+        },
+    }
+    if ratio is None:
+        why["self_ratio"] = "two repeats are needed"
+    if good:
+        out["prompt_tokens"] = good[-1]["prompt_tokens"]
+        out["output_tokens"] = good[-1]["output_tokens"]
+    if why:
+        out["why"] = why
+    return out
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    return {
+        "median": _rounded(statistics.median(values)),
+        "p5": _rounded(quantile(values, 0.05)),
+        "p95": _rounded(quantile(values, 0.95)),
+        "n": len(values),
+    }
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Linear between the order statistics."""
+    ordered = sorted(values)
+    at = share * (len(ordered) - 1)
+    low = int(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+
+
+def self_ratio(values: Sequence[float]) -> float | None:
+    """Median of the even repeats over that of the odd ones: one version against itself."""
+    if len(values) < 2:
+        return None
+    return round(statistics.median(values[::2]) / statistics.median(values[1::2]), 4)
+
+
+def outliers(values: Sequence[float]) -> list[int]:
+    """Places of values that lie ten standard deviations from the median, by the median absolute
+    deviation; of fewer than three none can be told."""
+    if len(values) < 3:
+        return []
+    middle = statistics.median(values)
+    apart = [abs(value - middle) for value in values]
+    usual = statistics.median(apart)
+    return [at for at, far in enumerate(apart) if usual and far / usual > _FAR]
+
+
+def _middle(seconds: Iterable[float | None]) -> float | None:
+    """Milliseconds of the median of those that are known."""
+    known = [value for value in seconds if value is not None]
+    return _rounded(statistics.median(known) * 1e3) if known else None
+
+
+def _rate(tokens: float, seconds: float) -> float | None:
+    return _rounded(tokens / seconds) if seconds > 0 and tokens else None
+
+
+def _rounded(value: float) -> float:
+    """Six significant digits: more is noise, and files are read by people too."""
+    return float(f"{value:.6g}")
+
+
+def _why(name: str) -> str:
+    return {
+        "tpot_ms": _NO_SECOND,
+        "accepted_length": _NO_DRAFTS,
+        "queue_ms": "the engine did not tell",
+        "prompt_tok_s": "every prompt token was reused",
+        "host_ms_per_step": "no step was timed",
+    }.get(name, "no time passed")
