@@ -32,8 +32,6 @@ _SIZES = {"cpu": (256 << 20, (256, 1024)), "cuda": (1 << 30, (2048, 8192))}
 def measure(device: str) -> dict[str, float] | None:
     """GB/s of a copy (bytes read plus bytes written) and GFLOP/s of matrix products on random
     numbers, by number format; None for a device type nobody has described."""
-    import torch
-
     if device not in _SIZES:
         return None
     size, sides = _SIZES[device]

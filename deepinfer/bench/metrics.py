@@ -32,6 +32,8 @@ MEASURED = (
 )  # fmt: skip
 """Fields of a row that are {median, p5, p95, n} over its repeats, or null with a `why`."""
 
+SAMPLED = ("ttft_ms", "tpot_ms", "output_tok_s", "prompt_tok_s", "elapsed_ms", "ready_ms")
+
 _NO_SECOND = "one delivery: no token came after the first"
 _NO_DRAFTS = "nothing is drafted"
 _NONE_DONE = "no request was completed"
@@ -149,10 +151,7 @@ def summary(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "self_ratio": ratio,
         "steady": ratio is not None and STEADY[0] <= ratio <= STEADY[1],
         "outliers": len(outliers(elapsed)),
-        "samples": {
-            name: [one.get(name) for one in good]
-            for name in ("ttft_ms", "tpot_ms", "output_tok_s", "prompt_tok_s", "elapsed_ms")
-        },
+        "samples": {name: [one.get(name) for one in good] for name in SAMPLED},
     }
     if ratio is None:
         why["self_ratio"] = "two repeats are needed"

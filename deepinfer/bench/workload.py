@@ -16,9 +16,10 @@ from pathlib import Path
 
 from deepinfer.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["Prompts", "Session", "TURNS", "digest"]
+__all__ = ["ANSWER", "TURNS", "Prompts", "Session", "digest"]
 
 TURNS = 4  # of a session's history
+ANSWER = 4  # tokens of each answer in it
 # Modules of the standard library that the embedded checkpoint was not trained on.
 _MODULES = (
     "argparse", "bisect", "calendar", "configparser", "difflib", "fractions", "gettext",
@@ -32,8 +33,8 @@ Turn = tuple[str, str]
 
 @dataclass(frozen=True)
 class Session:
-    """A conversation before its last turn. said: ids of each user's turn, which the engine answers;
-    the first begins the sequence. last: ids of the last one."""
+    """A conversation before its last turn. said: ids of each user's turn, which the engine answers
+    with `ANSWER` tokens; the first begins the sequence. last: ids of the last one."""
 
     said: tuple[tuple[int, ...], ...]
     last: tuple[int, ...]
@@ -60,18 +61,17 @@ class Prompts:
         return out
 
     def sessions(self, length: int, cached: int, count: int) -> list[Session]:
-        """Sessions whose last prompt has `length` tokens, some `cached` of them known by then.
-
-        The history has up to `TURNS` turns of a user, which the engine answers before the last.
-        """
-        turns = max(min(TURNS, cached // 8), 1) if cached else 0
-        out = []
-        for ids in self.make("agent", length, count):
-            ends = [cached * (at + 1) // turns for at in range(turns)]
-            starts = [0, *ends]
-            said = [ids[a:b] for a, b in zip(starts, ends, strict=False)]
-            out.append(Session(tuple(said), ids[starts[-1] :]))
-        return out
+        """Sessions whose last prompt has `length` tokens, the first `cached` of them, answers with
+        them, known by then from up to `TURNS` turns. Less than a turn is no history."""
+        turns = min(TURNS, cached // (4 * ANSWER))
+        ends = [cached * (at + 1) // turns for at in range(turns)]
+        return [
+            Session(
+                tuple(ids[a : b - ANSWER] for a, b in zip([0, *ends], ends, strict=False)),
+                ids[cached if turns else 0 :],
+            )
+            for ids in self.make("agent", length, count)
+        ]
 
     def given(self, texts: Sequence[str], length: int | None, count: int) -> list[tuple[int, ...]]:
         """A user's texts, in turn; `length`: of each the last tokens behind the first, at most."""

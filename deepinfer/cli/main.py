@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 import deepinfer
-from deepinfer.cli import build, doctor, replay_inspect, run, spec_trace
+from deepinfer.cli import bench, build, doctor, replay_inspect, run, spec_trace
 from deepinfer.cli.options import EXIT_CODES, SWITCH, Help
 from deepinfer.cli.output import Output
 from deepinfer.errors import (
@@ -66,7 +66,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     epilog=EXIT_CODES,
 )
-for _module in (run, replay_inspect, spec_trace, build, doctor):
+for _module in (run, bench, replay_inspect, spec_trace, build, doctor):
     app.command(_module.NAME, epilog=_module.EXAMPLES)(_guarded(_module.command))
 
 

@@ -6,18 +6,21 @@ not know models or chat roles; a text prompt is continued as it stands.
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from deepinfer.errors import UsageError
 
-__all__ = ["read_prompt"]
+__all__ = ["prompts_of", "read_jsonl", "read_prompt"]
 
 _WAIT_S = 1.0
+_SHOWN = 10  # bad lines of a file of prompts that are listed
 
 
 def read_prompt(
@@ -48,6 +51,42 @@ def read_prompt(
             hint='deepinfer run "Hello", or pipe text in',
         )  # fmt: skip
     return below
+
+
+def read_jsonl(file: str, say: Callable[[str], None]) -> tuple[str, ...]:
+    """The prompts of a file of {"prompt": TEXT} lines; - is stdin."""
+    return prompts_of(read_prompt(None, None, file, say), file)
+
+
+def prompts_of(whole: str, file: str) -> tuple[str, ...]:
+    """The prompts of {"prompt": TEXT} lines. Raises UsageError that lists the bad ones."""
+    prompts: list[str] = []
+    bad: list[str] = []
+    for number, line in enumerate(whole.split("\n"), start=1):
+        if line.strip():
+            try:
+                prompts.append(_prompt(line))
+            except (ValueError, RecursionError) as problem:
+                bad.append(f"line {number}: {problem}")
+    if bad or not prompts:
+        raise UsageError(
+            "prompts-invalid", f"{file} has {len(bad):,} bad lines of {len(bad) + len(prompts):,}"
+            if bad else f"{file} has no prompts",
+            [*bad[:_SHOWN], *([f"and {len(bad) - _SHOWN:,} more"] if len(bad) > _SHOWN else [])],
+            'one {"prompt": "TEXT"} a line',
+        )  # fmt: skip
+    return tuple(prompts)
+
+
+def _prompt(line: str) -> str:
+    try:
+        row: Any = json.loads(line)
+    except json.JSONDecodeError as bad:
+        raise ValueError(f"not JSON (column {bad.colno}: {bad.msg})") from None
+    prompt = row.get("prompt") if isinstance(row, dict) else None
+    if not isinstance(prompt, str) or not prompt:
+        raise ValueError('no text under "prompt"')
+    return prompt
 
 
 def _is_terminal() -> bool:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from deepinfer.cli.output import Output
 from deepinfer.cli.replay_input import Asked
 from deepinfer.errors import CapacityError
+from deepinfer.model import cost
 from deepinfer.report import replay
 from deepinfer.settings import Settings
 
@@ -39,7 +40,7 @@ def body(output: Output, asked: Asked, measure: bool, compare_full: bool) -> dic
         "model": replay.shape(asked.config, asked.name, settings.max_rollback),
         "prompt_tokens": asked.prompt_tokens,
         "requested_cached_tokens": asked.cached,
-        "state_bytes": replay.state_bytes(
+        "state_bytes": cost.held_bytes(
             asked.config, asked.prompt_tokens, settings.max_rollback, settings.mtp > 0
         ),
         "thresholds": replay.thresholds(asked.config, rule, settings.max_rollback),

@@ -6,15 +6,14 @@ configuration is read; no weight and no device is touched.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from deepinfer.cli.options import Chosen
 from deepinfer.cli.output import Output
-from deepinfer.cli.prompt import read_prompt
+from deepinfer.cli.prompt import prompts_of, read_prompt
 from deepinfer.cli.replay_input import read_config
 from deepinfer.errors import UsageError
 from deepinfer.settings import Settings, for_model, resolve
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 __all__ = ["Asked", "read_asked"]
 
 _PROGRAM = "deepinfer spec-trace"
-_SHOWN = 10  # bad lines of a file of prompts that are listed
 
 
 @dataclass(frozen=True)
@@ -125,29 +123,4 @@ def _prompts(output: Output, text: str | None, file: str | None) -> tuple[str, .
         )  # fmt: skip
     if file is None or not file.endswith(".jsonl"):
         return (whole,)
-    prompts, bad = [], []
-    for number, line in enumerate(whole.split("\n"), start=1):
-        if line.strip():
-            try:
-                prompts.append(_prompt(line))
-            except (ValueError, RecursionError) as problem:
-                bad.append(f"line {number}: {problem}")
-    if bad or not prompts:
-        raise UsageError(
-            "prompts-invalid", f"{file} has {len(bad):,} bad lines of {len(bad) + len(prompts):,}"
-            if bad else f"{file} has no prompts",
-            [*bad[:_SHOWN], *([f"and {len(bad) - _SHOWN:,} more"] if len(bad) > _SHOWN else [])],
-            'one {"prompt": "TEXT"} a line',
-        )  # fmt: skip
-    return tuple(prompts)
-
-
-def _prompt(line: str) -> str:
-    try:
-        row: Any = json.loads(line)
-    except json.JSONDecodeError as bad:
-        raise ValueError(f"not JSON (column {bad.colno}: {bad.msg})") from None
-    prompt = row.get("prompt") if isinstance(row, dict) else None
-    if not isinstance(prompt, str) or not prompt:
-        raise ValueError('no text under "prompt"')
-    return prompt
+    return prompts_of(whole, file)

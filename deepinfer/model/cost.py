@@ -223,6 +223,15 @@ def fixed_bytes(config: ModelConfig, rollback: int = 0, stages: int = 0) -> int:
     return rings * _record_bytes(config)[0] + opened * 2 * 4 * config.head_dim
 
 
+def held_bytes(config: ModelConfig, tokens: int, rollback: int, drafts: bool) -> int:
+    """Bytes that the state of a request of `tokens` tokens takes, draft windows with it if it
+    drafts."""
+    stages = config.num_nextn_predict_layers if drafts else 0
+    return round(
+        fixed_bytes(config, rollback, stages) + growing_bytes_per_token(config) * tokens
+    )
+
+
 def _windows(rows: int, window: int) -> int:
     """Window keys of the first `rows` rows that see one another: sum of min(i, window)."""
     rows = max(rows, 0)

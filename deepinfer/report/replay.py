@@ -16,7 +16,7 @@ from deepinfer.model.config import ModelConfig
 from deepinfer.replay.plan import LayerRanges, ReplayPlan, ReplayRule
 
 __all__ = ["ROLES", "STATES", "Measured", "check", "components", "inspection", "restricted",
-           "shape", "state_bytes", "thresholds", "views"]  # fmt: skip
+           "shape", "thresholds", "views"]  # fmt: skip
 
 STATES = ("computed", "keys_only", "read", "skipped")
 # The plan's words for the halves, and those of the pictures.
@@ -41,13 +41,6 @@ def shape(config: ModelConfig, name: str, rollback: int) -> dict[str, Any]:
         "window": config.sliding_window,
         "rollback": rollback,
     }
-
-
-def state_bytes(config: ModelConfig, tokens: int, rollback: int, drafts: bool) -> int:
-    """Bytes that the state of a prompt takes in the engine, draft windows with it if it drafts."""
-    stages = config.num_nextn_predict_layers if drafts else 0
-    growing = cost.growing_bytes_per_token(config) * tokens
-    return round(cost.fixed_bytes(config, rollback, stages) + growing)
 
 
 def thresholds(config: ModelConfig, rule: ReplayRule, rollback: int) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import pytest
 from deepinfer.errors import InternalError
 from deepinfer.model.config import ModelConfig
 from deepinfer.replay.plan import ReplayRule
+from deepinfer.model import cost
 from deepinfer.report import heatmap, replay, tables
 from tests import t6
 
@@ -32,7 +33,7 @@ def record(config, tokens, keep=140, cached=0, mode="compact", shown=None, other
         "source": "plan",
         "model": replay.shape(config, "a model", 6),
         "prompt_tokens": tokens,
-        "state_bytes": replay.state_bytes(config, tokens, 6, True),
+        "state_bytes": cost.held_bytes(config, tokens, 6, True),
         "thresholds": replay.thresholds(config, rule, 6),
         "shown": {"layers": [0, config.num_hidden_layers], "tokens": list(shown or (0, tokens))},
         **views[0],
@@ -65,11 +66,11 @@ def test_thresholds_and_savings_of_the_published_model():
 
 
 def test_state_is_what_the_ledger_says():
-    grown = replay.state_bytes(FLASH, 2000, 0, False) - replay.state_bytes(FLASH, 1000, 0, False)
+    grown = cost.held_bytes(FLASH, 2000, 0, False) - cost.held_bytes(FLASH, 1000, 0, False)
     assert grown == 890_000
-    fixed = replay.state_bytes(FLASH, 0, 0, False)
+    fixed = cost.held_bytes(FLASH, 0, 0, False)
     assert fixed == pytest.approx(2.70e6, rel=0.01)
-    assert replay.state_bytes(FLASH, 0, 6, True) - fixed == (134 * 43 - 128 * 40) * 528
+    assert cost.held_bytes(FLASH, 0, 6, True) - fixed == (134 * 43 - 128 * 40) * 528
 
 
 def test_totals_are_sums():

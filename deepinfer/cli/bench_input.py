@@ -1,0 +1,261 @@
+"""What `bench` was asked: which rows, on which model, measured how; and what makes two runs alike.
+
+Comes in: the words of the options, or a sweep file. Goes out: `Asked`, or an error that names the
+option. Only a configuration is read; no weight and no device is touched.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import deepinfer
+from deepinfer.bench import axes
+from deepinfer.bench.job import Job
+from deepinfer.cli.options import Chosen
+from deepinfer.cli.output import Output
+from deepinfer.cli.prompt import read_jsonl
+from deepinfer.cli.replay_input import read_config
+from deepinfer.device.detect import Found, version_of
+from deepinfer.errors import DeepinferError, UsageError
+from deepinfer.settings import Settings, for_device, for_model, registry, resolve
+from deepinfer.toolchain import built
+
+if TYPE_CHECKING:
+    from deepinfer.model.config import ModelConfig
+
+__all__ = ["SHORT", "Asked", "fingerprint", "jobs", "read_asked"]
+
+# Rows nobody described: short enough for a minute on two cores without compiled kernels ...
+_DEFAULTS: dict[str, tuple[Any, ...]] = {
+    "prompt_len": (512,), "gen_len": (32,), "batch_size": (1,), "cached": (0,),
+    "workload": ("code",),
+}  # fmt: skip
+# ... and for a machine that is too slow for them.
+SHORT: dict[str, tuple[Any, ...]] = {"prompt_len": (256,), "gen_len": (16,)}
+_AGENT_HIT = ("75%",)
+_METHOD = {"repeats": 5, "warmup": 1, "temperature": 0.0}
+# Settings that change no number.
+_SILENT = ("log_level", "config", "no_progress", "debug", "build_dir", "jit_cache_dir",
+           "decode_perf_cache_dir", "decode_perf_cache_ttl_sec")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A checked question. grids: of which rows are made; free: nobody chose their lengths.
+    folder: of the checkpoint. method: repeats, warmup, temperature. said: warnings so far."""
+
+    settings: Settings
+    chosen: Chosen
+    environ: Mapping[str, str]
+    grids: tuple[Mapping[str, tuple[Any, ...]], ...]
+    free: bool
+    method: Mapping[str, Any]
+    folder: Path
+    name: str
+    config: ModelConfig
+    texts: tuple[str, ...] | None
+    workload: str | None
+    said: tuple[str, ...]
+
+
+def read_asked(
+    output: Output, chosen: Chosen, environ: Mapping[str, str], words: Mapping[str, str | None], *,
+    sweep: str | None, prompts: str | None, method: Mapping[str, Any],
+) -> Asked:  # fmt: skip
+    """Check every word. Raises UsageError and CheckpointError."""
+    from deepinfer.engine.assembly import embedded_model
+
+    settings = resolve(chosen, environ, source="flag")
+    output.level = settings.log_level
+    for line in settings.warnings:
+        output.warn(line)
+    given = {name: axes.parse(name, text) for name, text in words.items() if text is not None}
+    grids: list[dict[str, tuple[Any, ...]]] = [{}]
+    beside: dict[str, Any] = {}
+    if sweep is not None:
+        grids, beside = axes.read_sweep(Path(sweep))
+        unknown = next((key for key in beside if key not in _METHOD), None)
+        if unknown:
+            raise UsageError(
+                "sweep-unreadable", f"{Path(sweep).name}: {unknown} is not an entry",
+                [f"entries: {', '.join(_METHOD)}, and a table axes"], "deepinfer bench --help",
+            )  # fmt: skip
+    texts = workload = None
+    if prompts is not None:
+        if "workload" in given:
+            raise UsageError(
+                "bad-usage", "--prompts cannot be used with --workload",
+                ["both say what is asked"], "leave one out",
+            )  # fmt: skip
+        texts = read_jsonl(prompts, output.note)
+        digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:8]
+        workload = f"{Path(prompts).name}#{digest}"
+    whole = [{**_defaults({**grid, **given}, texts), **grid, **given} for grid in grids]
+    if settings.model_dir is None:
+        output.note("using the embedded model; -m DIR measures another", "dim")
+    folder = Path(settings.model_dir or embedded_model())
+    if not (folder / "config.json").is_file():
+        from deepinfer.checkpoint.layout import open_checkpoint
+
+        # It raises, and says what is wrong with the folder.
+        open_checkpoint(folder, settings.origin("model_dir"))
+    return Asked(
+        settings=settings,
+        chosen=chosen,
+        environ=environ,
+        grids=tuple(whole),
+        free=not any({"prompt_len", "gen_len"} & {**grid, **given}.keys() for grid in grids),
+        method={**_METHOD, **beside, **{k: v for k, v in method.items() if v is not None}},
+        folder=folder,
+        name=folder.resolve().name if settings.model_dir else "embedded",
+        config=read_config(folder / "config.json"),
+        texts=texts,
+        workload=workload,
+        said=settings.warnings,
+    )  # fmt: skip
+
+
+def _defaults(
+    grid: Mapping[str, tuple[Any, ...]], texts: Sequence[str] | None
+) -> dict[str, tuple[Any, ...]]:
+    """What nobody said. A user's texts are as long as they are; a session has a history."""
+    found = dict(_DEFAULTS)
+    if "agent" in grid.get("workload", ()):
+        found["cached"] = _AGENT_HIT
+    if texts is not None:
+        found["prompt_len"] = (None,)
+    return found
+
+
+def jobs(
+    output: Output, asked: Asked, accelerator: str, *, keep_going: bool,
+    instead: Mapping[str, tuple[Any, ...]] | None = None,
+) -> list[Job]:  # fmt: skip
+    """The rows of the grids, each once. instead: other values of some axes.
+
+    A combination that is refused is raised, or kept as a job's problem with `keep_going`.
+    """
+    found: dict[str, Job] = {}
+    said = set(asked.said)
+    for grid in asked.grids:
+        for values in axes.combinations({**grid, **(instead or {})}):
+            try:
+                settings = _settings(asked, values)
+                effective = for_device(settings, accelerator)
+                problem = None
+            except UsageError as refused:
+                if not keep_going:
+                    raise
+                settings = effective = asked.settings
+                problem = refused
+            for line in settings.warnings:
+                if line not in said:
+                    said.add(line)
+                    output.warn(line)
+            row = _axes(asked, values, effective, accelerator)
+            if problem is not None:
+                row |= {name: values[name] for name in values if name in row}
+            job = Job(row, settings, problem)
+            found.setdefault(job.row_id, job)
+    return list(found.values())
+
+
+def _settings(asked: Asked, values: Mapping[str, Any]) -> Settings:
+    """Of one combination, with the checkpoint's defaults. Raises UsageError."""
+    typed = {name: values[name] for name in axes.settings_axes() if name in values}
+    if "backend" in typed:
+        words = typed["backend"].split("+") if typed["backend"] != "auto" else []
+        typed["backend"] = [word if "=" in word else f"all={word}" for word in words]
+    return for_model(resolve({**asked.chosen, **typed}, asked.environ, source="flag"), asked.config)
+
+
+def _axes(
+    asked: Asked, values: Mapping[str, Any], settings: Settings, accelerator: str
+) -> dict[str, Any]:
+    """What tells the row from others, with the values that hold: one spelling for what is alike."""
+    length, drafts = values.get("prompt_len"), settings.mtp > 0
+    backend = "+".join(
+        name if op == "all" else f"{op}={name}" for op, name in sorted(settings.backend.items())
+    )
+    dtype = {"bfloat16": "bf16", "float32": "fp32"}.get(asked.config.dtype, asked.config.dtype)
+    return {
+        "prompt_len": length,
+        "gen_len": values["gen_len"],
+        "batch_size": values["batch_size"],
+        "cached": axes.tokens_cached(values["cached"], length) if length else 0,
+        "swa_keep": "full" if settings.replay_mode == "off" else settings.swa_keep,
+        "replay_mode": settings.replay_mode,
+        "mtp": settings.mtp,
+        "mtp_varlen": settings.mtp_varlen and drafts,
+        "verify": settings.verify if drafts else None,
+        "batch_invariant": settings.batch_invariant,
+        "overlap": settings.overlap,
+        "backend": backend or "auto",
+        "dtype": settings.dtype or dtype,
+        "accelerator": accelerator,
+        "temperature": asked.method["temperature"],
+        "workload": asked.workload or values["workload"],
+        "model": asked.name,
+        "synthetic": None,
+    }
+
+
+def fingerprint(asked: Asked, accelerator: str, found: Found, identity: str) -> dict[str, Any]:
+    """What must be equal for rows of two runs to stand in one folder: code, machine, model and what
+    no axis says. identity: of the checkpoint."""
+    devices = [device.name or device.accelerator for device in found.devices]
+    library = built.find(asked.settings.build_dir).path if accelerator == "cpu" else None
+    fixed = {
+        name: entry.value
+        for name, entry in asked.settings.values.items()
+        if name not in _SILENT and name not in axes.settings_axes()
+        and name != "model_dir"
+    }  # fmt: skip
+    return {
+        "code": _code(),
+        "python": sys.version.split()[0],
+        "torch": version_of("torch"),
+        "device": devices if accelerator != "cpu" else [found.cpu.name, found.cpu.cores],
+        "compiled kernels": library.name if library else None,
+        "model": identity,
+        "repeats": asked.method["repeats"],
+        "warmup": asked.method["warmup"],
+        **{str(_flag(name)): value for name, value in fixed.items()},
+    }
+
+
+def _flag(name: str) -> str:
+    setting = registry.find(name)
+    return (setting.flag or setting.key) if setting else name
+
+
+def _code() -> str:
+    """The version, and a digest of the sources that run."""
+    root = Path(deepinfer.__file__).parent
+    seen = hashlib.sha256()
+    for path in _sources(root):
+        seen.update(str(path.relative_to(root)).encode() + path.read_bytes())
+    return f"{deepinfer.__version__} {seen.hexdigest()[:12]}"
+
+
+def _sources(root: Path) -> Iterable[Path]:
+    return sorted(root.rglob("*.py"))
+
+
+def unfit(before: Mapping[str, Any], now: Mapping[str, Any], hint: str) -> DeepinferError | None:
+    """Why a folder cannot be gone on with, if it cannot."""
+    differs = [name for name in now if before.get(name) != now[name]]
+    if not differs:
+        return None
+    name = differs[0]
+    return UsageError(
+        "resume-mismatch",
+        f"cannot resume: {name.removeprefix('--')} was {before.get(name)}, now {now[name]}",
+        [f"{other} was {before.get(other)}, now {now[other]}" for other in differs[1:6]],
+        hint,
+    )

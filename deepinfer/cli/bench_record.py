@@ -1,0 +1,226 @@
+"""Running a sweep for `bench`: the plan, the folder, ceilings before and after, rows as they end.
+
+Comes in: what was asked. Goes out: the document about the run and its rows. The engine is loaded
+here and nowhere else in this command; it must not know how rows are shown.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deepinfer.bench.files import META, Folder
+from deepinfer.bench.job import Job, Method, estimate
+from deepinfer.cli import bench_input
+from deepinfer.cli.bench_input import Asked
+from deepinfer.cli.output import Output
+from deepinfer.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+__all__ = ["folder_of", "measured", "plan"]
+
+Rows = Sequence[Mapping[str, Any]]
+_PATIENCE = 35.0  # seconds that the repeats of rows with default lengths may take
+_FEW = 2  # and so many rows may take them
+_COPIES = 10  # of the weights that an engine may need: packed, and unpacked for torch
+
+
+def plan(output: Output, asked: Asked, keep_going: bool) -> int:
+    """`--dry-run`: the rows and about how long they take; needs neither torch nor weights."""
+    from deepinfer.device.detect import find
+
+    found = find(query=False)
+    accelerator = _named(asked) or found.accelerators[0]
+    jobs = bench_input.jobs(output, asked, accelerator, keep_going=keep_going)
+    seconds = estimate(asked.config, jobs, _method(asked, keep_going))
+    if output.mode == "json":
+        from deepinfer.report.records import document
+
+        head = document("deepinfer.bench-plan/1", sys.argv[1:], asked.settings.as_json(), found)
+        rows = [{"row_id": job.row_id, "axes": dict(job.axes)} for job in jobs]
+        output.document({**head, "estimated_seconds": round(seconds), "rows": rows})
+        return 0
+    names = [name for name in jobs[0].axes if len({str(job.axes[name]) for job in jobs}) > 1]
+    names = names or ["prompt_len", "gen_len", "batch_size", "swa_keep", "mtp"]
+    lines = [[str(job.axes[name]) for name in names] for job in jobs]
+    output.table(names, lines, "Plan; nothing was run")
+    engines = len({job.engine for job in jobs})
+    output.say(f"{len(jobs)} rows on {engines} engines, about {_time(seconds)}")
+    return 0
+
+
+def folder_of(asked: Asked, out: str | None, resume: bool, table: Callable[[Rows], str]) -> Folder:
+    """The folder of the results, checked and made. Raises UsageError."""
+    folder = Folder(Path(out), table) if out is not None else Folder.named(asked.name, table)
+    if folder.taken and not resume:
+        raise UsageError(
+            "output-exists", f"{folder.path} already has results", ["from --out"],
+            f"--out {folder.path} --resume to go on, or another folder",
+        )  # fmt: skip
+    folder.check()
+    return folder
+
+
+def measured(
+    output: Output, asked: Asked, folder: Folder, resume: bool, keep_going: bool
+) -> tuple[dict[str, Any], list[Mapping[str, Any]]]:
+    """Run what is missing; the document about the run, and its rows in the grid's order."""
+    from deepinfer.bench import ceilings
+    from deepinfer.bench.run import Sweep, TooSlow
+    from deepinfer.bench.workload import Prompts
+    from deepinfer.checkpoint.layout import open_checkpoint
+    from deepinfer.device.detect import TORCH_DEVICE, find, pick
+    from deepinfer.engine.assembly import assemble, free_bytes
+    from deepinfer.report.records import document
+    from deepinfer.tokenizer.tokenizer import Tokenizer
+
+    checkpoint = open_checkpoint(asked.folder, asked.settings.origin("model_dir"))
+    config = checkpoint.config
+    accelerator = pick(_named(asked) or "auto")
+    device, found = TORCH_DEVICE[accelerator], find()
+    parts = bench_input.fingerprint(asked, accelerator, found, checkpoint.identity().hex()[:16])
+    before = folder.load(output.warn) if resume else None
+    short = bool(before and before.get("short"))
+    if before is not None:
+        mismatch = bench_input.unfit(
+            before["fingerprint"], parts, "the same command, code and machine; or another --out"
+        )
+        if mismatch:
+            raise mismatch
+    jobs = _jobs(output, asked, accelerator, keep_going, short)
+    if before is None:
+        folder.rows.clear()  # nothing tells that these were measured alike
+        folder.samples.clear()
+    conditions = {"before": ceilings.conditions(accelerator)}
+    rates = ceilings.measure(device)
+    output.say(_said(rates))
+    meta: dict[str, Any] = {
+        **document(META, sys.argv[1:], asked.settings.as_json(), found),
+        "model": asked.name,
+        "fingerprint": parts,
+        "grid": [{name: list(values) for name, values in grid.items()} for grid in asked.grids],
+        "short": short,
+        "rows": len(jobs),
+        **{name: value for name, value in _told(asked).items()},
+        "ceilings": {"before": rates, "after": None, "moved": None} if rates else None,
+        "conditions": conditions,
+        "runs": [*(before or {}).get("runs", []), datetime.now(UTC).isoformat(timespec="seconds")],
+    }
+    if rates is None:
+        meta["why"] = {"ceilings": "unknown device: no ceiling"}
+    folder.write_meta(meta)
+    tokenizer = None
+    if checkpoint.tokenizer_file:
+        tokenizer = Tokenizer(checkpoint.tokenizer_file, config.bos_token_id, config.vocab_size)
+    floors = ceilings.Floors(config, rates, device) if rates else None
+    together = free_bytes(device) // 2 // (_COPIES * checkpoint.weight_bytes)
+    method = replace(_method(asked, keep_going), together=int(together))
+    said = {*asked.said}
+
+    def warn(line: str) -> None:
+        if line not in said:
+            said.add(line)
+            output.warn(line)
+
+    with _progress(output, asked.settings.no_progress) as progress:
+
+        def sweep(rows: Sequence[Job], method: Method) -> None:
+            Sweep(
+                rows, folder, method, make=lambda settings: assemble(settings, warn),
+                config=config, prompts=Prompts(tokenizer, config.bos_token_id, config.vocab_size),
+                texts=asked.texts, floors=floors, on_progress=progress, warn=warn,
+            ).run()  # fmt: skip
+
+        try:
+            impatient = asked.free and not short and len(jobs) <= _FEW and not resume
+            sweep(jobs, replace(method, patience=_PATIENCE if impatient else None))
+        except TooSlow:
+            sizes = ", ".join(f"{key} {value[0]}" for key, value in bench_input.SHORT.items())
+            output.note(f"this machine is slow: the rows are shorter ({sizes})")
+            jobs = _jobs(output, asked, accelerator, keep_going, True)
+            meta["short"] = True
+            folder.write_meta(meta)
+            sweep(jobs, method)
+    conditions["after"] = ceilings.conditions(accelerator)
+    if rates:
+        after = ceilings.measure(device)
+        moved = ceilings.moved(rates, after)
+        meta["ceilings"] = {"before": rates, "after": after, "moved": moved}
+    folder.write_meta(meta)
+    folder.finish()
+    return meta, [folder.rows[job.row_id] for job in jobs]
+
+
+def _jobs(
+    output: Output, asked: Asked, accelerator: str, keep_going: bool, short: bool
+) -> list[Job]:
+    instead = bench_input.SHORT if short else None
+    return bench_input.jobs(output, asked, accelerator, keep_going=keep_going, instead=instead)
+
+
+def _named(asked: Asked) -> str | None:
+    """The accelerator by name; several in one sweep are not."""
+    named = {word for grid in asked.grids for word in grid.get("accelerator", ())}
+    if len(named) > 1:
+        raise UsageError(
+            "bad-axis", f"--accelerator {','.join(sorted(named))}: one sweep runs on one device",
+            ["ceilings and the fingerprint are of one"], "a sweep for each, and bench compare",
+        )  # fmt: skip
+    word = next(iter(named), asked.settings.accelerator)
+    return None if word == "auto" else str(word)
+
+
+def _told(asked: Asked) -> dict[str, Any]:
+    return {name: asked.method[name] for name in ("repeats", "warmup", "temperature")}
+
+
+def _method(asked: Asked, keep_going: bool) -> Method:
+    return Method(**_told(asked), keep_going=keep_going)
+
+
+def _said(rates: Mapping[str, float] | None) -> str:
+    if rates is None:
+        return "unknown device: no ceiling"
+    words = [
+        f"{name.split('_')[0]} {value:,.4g} {'GB/s' if 'gb' in name else 'GFLOP/s'}"
+        for name, value in rates.items()
+    ]
+    return f"ceilings, measured now: {', '.join(words)}"
+
+
+@contextmanager
+def _progress(output: Output, silent: bool) -> Iterator[Callable[[int, int, str], None]]:
+    """A bar with the time that is left, on a terminal only."""
+    if silent or output.mode not in ("human", "plain") or not output.err.isatty():
+        yield lambda done, count, what: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import TimeRemainingColumn as Remaining
+
+    bar = Progress(
+        TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(),
+        Remaining(), console=Console(file=output.err), transient=True,
+    )  # fmt: skip
+    with bar:
+        task = bar.add_task("", total=None)
+
+        def show(done: int, count: int, what: str) -> None:
+            bar.update(task, completed=done, total=count, description=what)
+
+        yield show
+
+
+def _time(seconds: float) -> str:
+    if seconds < 90:
+        return f"{max(round(seconds / 5) * 5, 5)} s"
+    minutes = seconds / 60
+    return f"{minutes:.0f} min" if minutes < 90 else f"{minutes / 60:.1f} h"
