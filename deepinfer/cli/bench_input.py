@@ -168,6 +168,13 @@ def jobs(
 def _settings(asked: Asked, values: Mapping[str, Any]) -> Settings:
     """Of one combination, with the checkpoint's defaults. Raises UsageError."""
     typed = {name: values[name] for name in axes.settings_axes() if name in values}
+    # In a grid these meet by multiplication, and nobody asked for both.
+    if typed.get("swa_keep") == "full":
+        typed.pop("replay_mode", None)
+    if typed.get("replay_mode") == "off":
+        typed.pop("swa_keep", None)
+    if typed.get("mtp") == 0:
+        typed.pop("mtp_varlen", None)
     if "backend" in typed:
         words = typed["backend"].split("+") if typed["backend"] != "auto" else []
         typed["backend"] = [word if "=" in word else f"all={word}" for word in words]
@@ -211,7 +218,8 @@ def fingerprint(asked: Asked, accelerator: str, found: Found, identity: str) -> 
     devices = [device.name or device.accelerator for device in found.devices]
     library = built.find(asked.settings.build_dir).path if accelerator == "cpu" else None
     fixed = {
-        name: entry.value
+        # As a file gives it back.
+        name: list(entry.value) if isinstance(entry.value, tuple) else entry.value
         for name, entry in asked.settings.values.items()
         if name not in _SILENT and name not in axes.settings_axes()
         and name != "model_dir"

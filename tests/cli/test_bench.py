@@ -1,0 +1,213 @@
+"""`deepinfer bench`: options, the plan, documents, folders, resuming, exit codes."""
+
+import json
+
+import pytest
+
+from tests import t6
+
+# Sizes that the tiny model can run: its window is 16 tokens, a page has 4.
+TINY = ("--set", "page_tokens=4", "--prompt-len", "40", "--gen-len", "3", "--swa-keep", "28")
+RATES = {"copy_gb_per_s": 10.0, "float32_gflop_per_s": 50.0}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return t6.write(tmp_path_factory.mktemp("models") / "t6", quantised=True)
+
+
+@pytest.fixture
+def bench(cli, model, monkeypatch):
+    """`deepinfer bench` on the tiny model, with ceilings that nobody had to measure."""
+    from deepinfer.bench import ceilings
+
+    monkeypatch.setattr(ceilings, "measure", lambda device: dict(RATES))
+
+    def run(*args, tiny=TINY, **env):
+        return cli("bench", "-m", model, "--accelerator", "cpu", *tiny, *args, **env)
+
+    return run
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+
+
+def test_the_document_and_the_folder(bench, valid, tmp_path):
+    done = bench("--mtp", "0,2", "-r", "2", "--json", "--out", "o", "--no-plot")
+    assert done.status == 0, done.err
+    document = valid("bench", json.loads(done.out))
+    assert document["rows"] == lines(tmp_path / "o")
+    assert [row["axes"]["mtp"] for row in document["rows"]] == [0, 2]
+    for row in document["rows"]:
+        valid("bench-row", row)
+    meta = json.loads((tmp_path / "o" / "meta.json").read_text())
+    assert meta["schema"] == "deepinfer.bench/1"
+    assert document["ceilings"] == {"before": RATES, "after": RATES, "moved": 0.0}
+    assert 0 < document["rows"][1]["ceiling_fraction"]["prefill"] < 1
+    assert (tmp_path / "o" / "summary.csv").read_text().count("\n") == 3
+    assert not (tmp_path / "o" / "samples.jsonl").exists()
+    assert str(tmp_path) not in done.out + json.dumps(meta)
+
+
+def test_the_default_folder_and_the_table(bench, tmp_path):
+    done = bench("-r", "1")
+    assert done.status == 0
+    [folder] = tmp_path.glob("bench-20*-t6")
+    assert folder.name in done.err and lines(folder)
+    assert "accepted length" in done.out and "TTFT ms" in done.out
+    assert "ceilings, measured now: copy 10 GB/s" in done.err
+
+
+def test_quiet_is_one_number_a_row(bench):
+    done = bench("-r", "1", "--mtp", "0", "-q", "--batch-size", "1,2", "--no-plot")
+    assert done.err == "" and len([float(line) for line in done.out.splitlines()]) == 2
+
+
+@pytest.mark.parametrize("name", ["md", "csv", "json", "jsonl"])
+def test_formats(bench, name):
+    done = bench("-r", "1", "--warmup", "0", "--mtp", "0", "--format", name)
+    assert done.status == 0
+    if name in ("json", "jsonl"):
+        assert json.loads(done.out)
+    else:
+        assert ("|" if name == "md" else ",") in done.out
+
+
+def test_resume_runs_what_is_missing_only(bench, tmp_path):
+    ask = ("-r", "1", "--out", "o", "--no-plot", "--json")
+    first = json.loads(bench("--mtp", "0", *ask).out)
+    again = bench("--mtp", "0", *ask)
+    assert again.status == 2
+    assert json.loads(again.out)["error"]["code"] == "output-exists"
+    file = tmp_path / "o" / "rows.jsonl"
+    file.write_bytes(file.read_bytes() + b'{"half')
+    done = bench("--mtp", "0,2", *ask, "--resume")
+    assert done.status == 0 and "half-written" in done.err
+    rows = json.loads(done.out)["rows"]
+    assert rows[0] == first["rows"][0] and rows == lines(tmp_path / "o")
+    other = bench("--mtp", "0", "-r", "2", *ask[2:], "--resume")
+    assert other.status == 2
+    error = json.loads(other.out)["error"]
+    assert error["code"] == "resume-mismatch" and "repeats was 1, now 2" in error["message"]
+
+
+def test_a_failing_combination(bench, tmp_path):
+    refused = bench("--swa-keep", "17,28", "-r", "1", "--json")
+    assert refused.status == 2
+    assert json.loads(refused.out)["error"]["code"] == "swa-keep-too-short"
+    assert not list(tmp_path.glob("bench-*/rows.jsonl"))
+    done = bench("--swa-keep", "17,28", "-r", "1", "--json", "--keep-going", "--no-plot")
+    assert done.status == 1
+    bad, good = json.loads(done.out)["rows"]
+    assert bad["status"] == "failed" and bad["error"]["code"] == "swa-keep-too-short"
+    assert good["status"] == "ok"
+
+
+def test_alike_rows_are_one(bench):
+    done = bench("--swa-keep", "28,full", "--replay-mode", "off,compact", "--mtp", "0",
+                 "--mtp-varlen", "on,off", "--dry-run", "--json")  # fmt: skip
+    assert done.status == 0 and "warning" not in done.err
+    kept = {(r["axes"]["swa_keep"], r["axes"]["replay_mode"]) for r in json.loads(done.out)["rows"]}
+    assert kept == {(28, "compact"), ("full", "off")}
+
+
+def test_a_sweep_file_and_options_above_it(bench, tmp_path):
+    (tmp_path / "s.toml").write_text(
+        'repeats = 1\n[[axes]]\nmtp = [0, 2]\nbatch_size = "1-2"\n[[axes]]\nworkload = ["chat"]\n'
+    )
+    done = bench("--sweep", "s.toml", "--batch-size", "3", "--dry-run", "--json")
+    rows = json.loads(done.out)["rows"]
+    assert [(r["axes"]["mtp"], r["axes"]["workload"]) for r in rows] == [
+        (0, "code"), (2, "code"), (5, "chat"),
+    ]  # fmt: skip
+    assert {r["axes"]["batch_size"] for r in rows} == {3}
+
+
+def test_prompts_of_a_user(bench, tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "def f(x):\\n"}\n{"prompt": "import os, sys"}\n')
+    tiny = ("--set", "page_tokens=4", "--gen-len", "2", "--swa-keep", "28")
+    done = bench("--prompts", "p.jsonl", "--batch-size", "2", "-r", "1", "--json", tiny=tiny)
+    [row] = json.loads(done.out)["rows"]
+    assert row["axes"]["prompt_len"] is None
+    assert row["axes"]["workload"].startswith("p.jsonl#")
+    assert row["prompt_tokens"]["computed"] == len("def f(x):\n") + len("import os, sys") + 2
+
+
+def test_baseline(bench, tmp_path):
+    ask = ("-r", "2", "--no-plot", "--json")
+    assert bench(*ask, "--out", "a").status == 0
+    fast = (tmp_path / "a" / "rows.jsonl").read_text()
+    row = json.loads(fast)
+    for name in ("output_tok_s", "ttft_ms", "tpot_ms"):
+        better = 100 if name == "output_tok_s" else 0.01
+        row[name] = {k: v * better if k != "n" else v for k, v in row[name].items()}
+        row["samples"][name] = [value * better for value in row["samples"][name]]
+    (tmp_path / "fast.jsonl").write_text(json.dumps(row) + "\n")
+    lost = bench(*ask, "--out", "b", "--baseline", "fast.jsonl", "--max-regression", "10%")
+    assert lost.status == 1 and json.loads(lost.out)["regressions"]["regressions"]
+    kept = bench(*ask, "--out", "c", "--baseline", "a", "--max-regression", "99%")
+    assert kept.status == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "code"),
+    [
+        (("poems",), "bad-usage"), (("e2e", "x"), "bad-usage"), (("--resume",), "bad-usage"),
+        (("--mtp", "x"), "bad-axis"), (("--format", "xml"), "bad-option"),
+        (("--max-regression", "10%"), "bad-usage"), (("--sweep", "no.toml"), "sweep-unreadable"),
+        (("--max-regression", "x", "--baseline", "y"), "bad-option"),
+        (("--baseline", "nothing"), "bench-missing"),
+        (("--prompts", "p.jsonl", "--workload", "code"), "bad-usage"),
+    ],
+)  # fmt: skip
+def test_mistakes(bench, args, code):
+    done = bench(*args, "--json")
+    assert done.status == 2
+    assert json.loads(done.out)["error"]["code"] == code
+
+
+def test_a_plan_needs_neither_torch_nor_weights(child, model, tmp_path):
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_text((model / "config.json").read_text())
+    blocked = tmp_path / "blocked"
+    (blocked / "torch").mkdir(parents=True)
+    (blocked / "torch" / "__init__.py").write_text("raise ModuleNotFoundError('no torch')")
+    done = child("bench", "-m", bare, *TINY, "--mtp", "0-2", "--batch-size", "1,8", "--dry-run",
+                 fake=False, env={"PYTHONPATH": f"{blocked}:{t6.__file__.rsplit('/', 2)[0]}"})  # fmt: skip
+    assert (done.status, len(done.out.splitlines())) == (0, 7), done.err
+    assert "6 rows on 3 engines, about" in done.err
+
+
+def test_an_interrupt_leaves_a_folder_to_go_on_with(bench, tmp_path, monkeypatch):
+    from deepinfer.bench.run import Measuring
+
+    plain, count = Measuring.repeat, [0]
+
+    def repeat(self):
+        count[0] += 1
+        if count[0] == 6:
+            raise KeyboardInterrupt
+        return plain(self)
+
+    monkeypatch.setattr(Measuring, "repeat", repeat)
+    ask = ("--mtp", "0", "--batch-size", "1,2", "-r", "2", "--out", "o", "--no-plot", "--json")
+    done = bench(*ask)
+    assert done.status == 130 and "--out o --resume goes on" in done.err
+    assert len(lines(tmp_path / "o")) == 1
+    assert json.loads((tmp_path / "o" / "meta.json").read_text())["ceilings"]["after"] is None
+    count[0] = 100
+    done = bench(*ask, "--resume")
+    assert done.status == 0 and len(json.loads(done.out)["rows"]) == 2
+    assert count[0] == 102, "one warm-up and the repeat that was missing"
