@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 GRID = ("--swa-keep", "140,256,full", "--mtp", "0,1,3,5", "--batch-size", "1,8",
-        "--prompt-len", "320", "--gen-len", "8", "-r", "2")  # fmt: skip
+        "--prompt-len", "32", "--gen-len", "4", "-r", "2")  # fmt: skip
 
 
 def command(folder: Path, grid: list[str]) -> list[str]:
