@@ -21,7 +21,7 @@ from deepinfer.checkpoint.names import Parameter, parameters
 from deepinfer.errors import CheckpointError
 from deepinfer.quant.formats import Packed
 
-__all__ = ["LoadReport", "Weights", "load_weights", "scale_bytes"]
+__all__ = ["Destinations", "LoadReport", "Weights", "load_weights", "scale_bytes"]
 
 DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F8_E4M3": torch.float8_e4m3fn}
 READ_BYTES = 1 << 26  # one read call, and the host buffer on the way to a device
@@ -116,8 +116,11 @@ def _read(file: int, stored: StoredTensor, name: str, into: memoryview, offset: 
         at += got
 
 
-class _Destinations:
-    """Allocates every entry, and knows for each stored tensor where its bytes belong."""
+class Destinations:
+    """Allocates every entry of `Weights`, and knows for each stored tensor where its bytes belong.
+
+    `entries` are the tensors by entry, `views` the places of the stored tensors in them by name.
+    """
 
     def __init__(self, params: Mapping[str, Parameter], device: torch.device) -> None:
         self.device = device
@@ -255,7 +258,7 @@ def load_weights(
         del params["head.weight"]
     if not draft:
         params = {name: p for name, p in params.items() if p.group != "draft"}
-    destinations = _Destinations(params, torch.device(device))
+    destinations = Destinations(params, torch.device(device))
     _stream(checkpoint, destinations.views)
     warnings = list(checkpoint.warnings)
     _settle_head(destinations.entries, checkpoint, warnings)

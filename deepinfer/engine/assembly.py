@@ -1,7 +1,8 @@
-"""From settings to the parts of an engine: checkpoint, back ends, pool sizes, runner, tokenizer.
+"""From settings to the parts of an engine: model, back ends, pool sizes, runner, tokenizer.
 
-Settings come in, `Parts` go out; everything that can be refused is refused before a weight is
-read. It must not know requests or the loop that will use the parts.
+Settings come in, and a model where it is not the folder they name; `Parts` go out. Everything that
+can be refused is refused before a weight is there. It must not know requests or the loop that will
+use the parts.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from deepinfer.checkpoint.layout import Checkpoint
+    from deepinfer.checkpoint.load import Weights
     from deepinfer.model.config import ModelConfig
     from deepinfer.settings import Settings
     from deepinfer.speculative.drafter import Block
@@ -46,6 +48,54 @@ class Runs(Protocol):
         self, slots: torch.Tensor, anchors: torch.Tensor, last: torch.Tensor, first: torch.Tensor
     ) -> Block: ...
     def read(self, kind: str, pages: Sequence[int]) -> list[bytes]: ...
+
+
+class Model(Protocol):
+    """What an engine is made for, before its weights are there. `identity` tells two apart by what
+    their state depends on; `temperatures` are those fitted for its drafts, None if none were."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+    @property
+    def weight_bytes(self) -> int: ...
+    def identity(self) -> bytes: ...
+    def tokenizer(self) -> Tokenizer | None: ...
+    def token_map(self) -> Sequence[int] | None: ...
+    def temperatures(self) -> tuple[float, ...] | None: ...
+    def weights(self, device: str, draft: bool) -> Weights: ...
+
+
+@dataclass(frozen=True)
+class Folder:
+    """The model of a checkpoint."""
+
+    checkpoint: Checkpoint
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.checkpoint.config
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.checkpoint.weight_bytes
+
+    def identity(self) -> bytes:
+        return self.checkpoint.identity()
+
+    def tokenizer(self) -> Tokenizer | None:
+        file, config = self.checkpoint.tokenizer_file, self.config
+        return Tokenizer(file, config.bos_token_id, config.vocab_size) if file else None
+
+    def token_map(self) -> Sequence[int] | None:
+        return _token_map(self.checkpoint)
+
+    def temperatures(self) -> tuple[float, ...] | None:
+        return read_temperatures(self.checkpoint.path, self.config.dspark_block_size)
+
+    def weights(self, device: str, draft: bool) -> Weights:
+        from deepinfer.checkpoint.load import load_weights
+
+        return load_weights(self.checkpoint, device, draft=draft)
 
 
 @dataclass(frozen=True)
@@ -98,25 +148,32 @@ def embedded_model() -> Path:
 
 
 def assemble(settings: Settings, warn: Callable[[str], object]) -> Parts:
-    """Open, check, size, load; `warn` gets what goes wrong later without ending anything.
+    """The parts for the folder that the settings name, or for the embedded model.
+
+    Raises what `assemble_model` raises, and what is wrong with the folder.
+    """
+    from deepinfer.checkpoint.layout import open_checkpoint
+
+    folder = settings.model_dir or embedded_model()
+    origin = settings.origin("model_dir") if settings.model_dir else ""
+    return assemble_model(Folder(open_checkpoint(folder, origin)), settings, warn)
+
+
+def assemble_model(model: Model, settings: Settings, warn: Callable[[str], object]) -> Parts:
+    """Check, size, load; `warn` gets what goes wrong later without ending anything.
 
     Raises CheckpointError, UsageError, CapacityError and EnvironmentProblem, each before the
-    weights are read where that is possible. The setting `threads` holds for the whole process.
+    weights are there where that is possible. The setting `threads` holds for the whole process.
     """
     import torch
 
-    from deepinfer.checkpoint.layout import open_checkpoint
-    from deepinfer.checkpoint.load import load_weights
     from deepinfer.device import detect
     from deepinfer.engine.compiled import open_compiled
     from deepinfer.engine.runner import Runner
     from deepinfer.ops import registry
     from deepinfer.settings import for_device, for_model
 
-    folder = settings.model_dir or embedded_model()
-    origin = settings.origin("model_dir") if settings.model_dir else ""
-    checkpoint = open_checkpoint(folder, origin)
-    settings = for_model(settings, checkpoint.config)
+    settings = for_model(settings, model.config)
     accelerator = detect.pick(settings.accelerator, settings.origin("accelerator"))
     device = detect.TORCH_DEVICE[accelerator]
     overrides = [f"{op}={name}" for op, name in settings.backend.items()]
@@ -128,22 +185,19 @@ def assemble(settings: Settings, warn: Callable[[str], object]) -> Parts:
         settings, accelerator, registry.order_dependent(device, overrides, libraries)
     )
     settings = _recorded(settings, compiled.level)
-    config = _with_dtype(checkpoint.config, settings.dtype)
-    tokenizer = None
-    if checkpoint.tokenizer_file:
-        tokenizer = Tokenizer(checkpoint.tokenizer_file, config.bos_token_id, config.vocab_size)
-    token_map = _token_map(checkpoint)
+    config = _with_dtype(model.config, settings.dtype)
+    tokenizer, token_map = model.tokenizer(), model.token_map()
     packed = registry.packed(device, overrides, libraries)
-    free, keep = plan_weights(checkpoint, free_bytes(device), settings.mtp > 0, packed)
+    free, keep = plan_weights(model, free_bytes(device), settings.mtp > 0, packed)
     ops = registry.build(device, overrides, keep_weights=keep, libraries=libraries)
     rule = ReplayRule.of(config, settings.replay_mode, settings.swa_keep)
     sizes, warnings = plan_sizes(settings, config, free)
-    drafting = _drafting(settings, checkpoint)
+    drafting = _drafting(settings, model)
     identity = b""
     choices = registry.explain(device, overrides, libraries)
     numerics = (device, *compiled.identity, *((c.op, c.backend) for c in choices))
     if settings.prefix_cache_dir is not None:  # only what outlives the process meets other state
-        identity = _identity(checkpoint, config.dtype, token_map, rule, sizes, numerics)
+        identity = _identity(model, config.dtype, token_map, rule, sizes, numerics)
     reuse = Reuse(
         enabled=settings.prefix_cache,
         identity=identity,
@@ -151,8 +205,8 @@ def assemble(settings: Settings, warn: Callable[[str], object]) -> Parts:
         replay=settings.encoder_replay,
     )
     tiers, durable = _tiers(settings, reuse, warn)
-    times, keep_times = _step_times(settings, checkpoint, numerics, warn)
-    weights = load_weights(checkpoint, device, draft=drafting is not None)
+    times, keep_times = _step_times(settings, model, numerics, warn)
+    weights = model.weights(device, draft=drafting is not None)
     runner = Runner(
         config,
         weights.handed_over(),
@@ -213,14 +267,13 @@ def uncut(settings: Settings, config: ModelConfig) -> tuple[str, ...]:
     )
 
 
-def _drafting(settings: Settings, checkpoint: Checkpoint) -> DraftRules | None:
+def _drafting(settings: Settings, model: Model) -> DraftRules | None:
     """How to draft; temperatures nobody chose are those fitted for the checkpoint, if any."""
-    config = checkpoint.config
-    if settings.mtp == 0 or not config.stages:
+    if settings.mtp == 0 or not model.config.stages:
         return None
     temperatures = settings.mtp_temperature
     if not settings.values["mtp_temperature"].chosen:
-        temperatures = read_temperatures(checkpoint.path, config.dspark_block_size) or temperatures
+        temperatures = model.temperatures() or temperatures
     return DraftRules(
         length=settings.mtp,
         verify=settings.verify,
@@ -232,7 +285,7 @@ def _drafting(settings: Settings, checkpoint: Checkpoint) -> DraftRules | None:
 
 def _step_times(
     settings: Settings,
-    checkpoint: Checkpoint,
+    model: Model,
     numerics: Sequence[object],
     warn: Callable[[str], object],
 ) -> tuple[StepTimes, Callable[[], None]]:
@@ -245,7 +298,7 @@ def _step_times(
         return StepTimes(), _nothing
     folder = Path(settings.decode_perf_cache_dir)
     build = (
-        checkpoint.identity(), deepinfer.__version__, torch.__version__, numerics,
+        model.identity(), deepinfer.__version__, torch.__version__, numerics,
         settings.dtype, settings.mtp, torch.get_num_threads(),
     )  # fmt: skip
     identity = hashlib.blake2b(repr(build).encode(), digest_size=16).hexdigest()
@@ -254,7 +307,7 @@ def _step_times(
 
 
 def _identity(
-    checkpoint: Checkpoint,
+    model: Model,
     dtype: str,
     token_map: Sequence[int] | None,
     rule: ReplayRule,
@@ -268,7 +321,7 @@ def _identity(
     import deepinfer
 
     parts = (
-        checkpoint.identity(),
+        model.identity(),
         deepinfer.__version__,
         torch.__version__,
         dtype,
@@ -301,7 +354,7 @@ def _tiers(
 
 
 def plan_weights(
-    checkpoint: Checkpoint, free: int, drafts: bool, packed: bool = False
+    model: Model | Checkpoint, free: int, drafts: bool, packed: bool = False
 ) -> tuple[int, bool]:
     """Bytes left of `free` once the weights are in, and whether the torch back end may keep them
     unpacked (eight bytes each), which it does where that takes at most half of what is left.
@@ -311,15 +364,15 @@ def plan_weights(
     """
     from deepinfer.checkpoint.names import parameters
 
-    left = free - checkpoint.weight_bytes
+    left = free - model.weight_bytes
     if left <= 0:
         raise CapacityError(
             "weights-too-big",
-            f"the weights do not fit: {checkpoint.weight_bytes / 2**30:.1f} GiB",
+            f"the weights do not fit: {model.weight_bytes / 2**30:.1f} GiB",
             [f"free {max(free, 0) / 2**30:.1f} GiB"],
             "deepinfer run without -m, for the embedded model",
         )
-    held = parameters(checkpoint.config, vision=False).values()
+    held = parameters(model.config, vision=False).values()
     unpacked = 8 * sum(math.prod(p.shape) for p in held if drafts or p.group == "target")
     keep = not packed and unpacked <= left // 2
     return left - (unpacked if keep else 0), keep
