@@ -27,7 +27,7 @@ from deepinfer.model.config import ModelConfig
 from deepinfer.quant import codec
 from deepinfer.quant.formats import Packed
 
-__all__ = ["random_tensors", "write_checkpoint"]
+__all__ = ["deviation", "random_tensors", "scaled", "write_checkpoint"]
 
 Values = Mapping[str, "torch.Tensor | Packed"]
 TYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
@@ -217,7 +217,7 @@ def random_tensors(
     for name, shape in _entries(config):
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
         noise = torch.randn(shape, generator=generator)
-        found[name] = _scaled(config, name, noise, hc_scale)
+        found[name] = scaled(config, name, noise, hc_scale)
     return found
 
 
@@ -255,7 +255,18 @@ def _hc_base(config: ModelConfig, name: str, noise: torch.Tensor) -> torch.Tenso
     return base + spread * noise
 
 
-def _scaled(config: ModelConfig, name: str, noise: torch.Tensor, hc_scale: float) -> torch.Tensor:
+def deviation(name: str, inputs: int) -> float:
+    """Standard deviation of the random values of a matrix [..., inputs], by its checkpoint name."""
+    if name == "embed.weight" or "engram.embed" in name or "markov_head.embed" in name:
+        return 1.0
+    plain = name.removesuffix(".weight")
+    return next((g for end, g in GAINS.items() if plain.endswith(end)), 1.0) / math.sqrt(inputs)
+
+
+def scaled(
+    config: ModelConfig, name: str, noise: torch.Tensor, hc_scale: float = 0.5
+) -> torch.Tensor:
+    """Unit noise float32 of a parameter's shape, or of some rows of a matrix, as its values."""
     if "norm.weight" in name:
         return 1.0 + 0.1 * noise
     if name.endswith(("q_weight", "k_weight")):
@@ -267,10 +278,6 @@ def _scaled(config: ModelConfig, name: str, noise: torch.Tensor, hc_scale: float
             return hc_scale * (1.0 + 0.2 * noise)
     if name.endswith(("gate.bias", "gate.bias_vl")):
         return 0.1 * noise
-    if name.endswith("attn_sink") or name == "embed.weight" or "engram.embed" in name:
+    if name.endswith("attn_sink"):
         return noise
-    if name.endswith("markov_head.embed.weight"):
-        return noise
-    plain = name.removesuffix(".weight")
-    gain = next((g for end, g in GAINS.items() if plain.endswith(end)), 1.0)
-    return noise * (gain / math.sqrt(noise.shape[-1]))
+    return noise * deviation(name, noise.shape[-1])

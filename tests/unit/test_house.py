@@ -34,7 +34,7 @@ TORCH_FREE = (
     "deepinfer.report.bench_compare",
     "deepinfer.tokenizer.tokenizer", "deepinfer.cli.main", "deepinfer.cli.checks",
     "deepinfer.bench.axes", "deepinfer.bench.metrics", "deepinfer.bench.files",
-    "deepinfer.bench.savings",
+    "deepinfer.bench.savings", "deepinfer.bench.synthetic",
 )  # fmt: skip
 
 
