@@ -137,28 +137,32 @@ class Floors:
 
     def prefill(self, plan: ReplayPlan, count: int) -> float:
         """Of `count` prompts with that plan; weights are read once."""
-        flops = count * cost.total_flops(self.config, plan, self._rates)
+        flops = count * cost.total_flops(self.config, plan, self.rates)
         rows = count * (plan.tokens - plan.first)
-        return max(flops / self.rate, self._weights(rows) / self._copy)
+        return self.op(self._weights(rows), flops)
 
     def decode(self, context: float, requests: int, rows: float) -> float:
         """Of a step of `requests` at `context` tokens each, which runs `rows` rows of each."""
         config, tokens = self.config, max(int(context), 1)
         one = ReplayPlan("off", config.num_hidden_layers, config.num_hidden_layers, tokens,
                          cached=tokens - 1)  # fmt: skip
-        flops = requests * rows * cost.total_flops(config, one, self._rates)
+        flops = requests * rows * cost.total_flops(config, one, self.rates)
         layers = range(config.num_hidden_layers)
         state = sum(sum(cost.state_bytes(config, i, tokens).values()) for i in layers)
-        moved = self._weights(round(requests * rows)) + requests * state
+        return self.op(self._weights(round(requests * rows)) + requests * state, flops)
+
+    def op(self, moved: float, flops: float) -> float:
+        """Of some bytes and FLOPs."""
         return max(flops / self.rate, moved / self._copy)
+
+    @property
+    def rates(self) -> Mapping[str, int] | None:
+        """What a FLOP counts here, see `cost.rates`; None: FP8-equivalent."""
+        return cost.PLAIN if self.device == "cpu" else None
 
     @property
     def _copy(self) -> float:
         return 1e9 * self.ceilings["copy_gb_per_s"]
-
-    @property
-    def _rates(self) -> Mapping[str, int] | None:
-        return cost.PLAIN if self.device == "cpu" else None
 
     def _weights(self, rows: int) -> float:
         """Bytes of weights that some rows touch, the head's with them."""

@@ -34,7 +34,7 @@ from deepinfer.speculative.acceptance import summary as traced
 from deepinfer.speculative.proposal import Counts
 from deepinfer.speculative.trace import Line, Trace, TraceStep
 
-__all__ = ["Sweep", "TooSlow"]
+__all__ = ["Sweep", "TooSlow", "sized"]
 
 SEED = 1
 _ENGINES = 12  # most that take turns
@@ -178,7 +178,7 @@ class Engine:
         batch = max(job.axes["batch_size"] for job in jobs)
         longest = max(prompt + job.axes["gen_len"] for job, prompt in zip(jobs, lengths,
                                                                           strict=True))  # fmt: skip
-        settings = _sized(jobs[0].settings, batch, longest)
+        settings = sized(jobs[0].settings, batch, longest)
         parts = sweep.make(settings)
         if longest > parts.sizes.max_model_len:
             raise CapacityError(
@@ -367,7 +367,7 @@ def _lengths(job: Job, sweep: Sweep) -> int:
     return max(map(len, given))
 
 
-def _sized(settings: Settings, batch: int, longest: int) -> Settings:
+def sized(settings: Settings, batch: int, longest: int) -> Settings:
     """Memory for the largest rows and what they leave to resume from, unless somebody chose."""
     page = settings.page_tokens
     pages = (batch + 1) * (-(-longest // page) + 2)

@@ -187,7 +187,7 @@ def command(
 
     folder = bench_record.folder_of(asked, out, resume, shown.csv)
     try:
-        meta, rows = bench_record.measured(output, asked, folder, resume, keep_going)
+        meta, rows = bench_record.measured(output, asked, folder, words[0], resume, keep_going)
     except BaseException as leaving:
         if not isinstance(leaving, Exception):
             hint = f"--out {folder.path} --resume goes on"

@@ -46,14 +46,14 @@ _SILENT = ("log_level", "config", "no_progress", "debug", "build_dir", "jit_cach
 
 @dataclass(frozen=True)
 class Asked:
-    """A checked question. grids: of which rows are made; free: nobody chose their lengths.
-    folder: of the checkpoint. method: repeats, warmup, temperature. said: warnings so far."""
+    """A checked question. grids: of which rows are made; given: axes that somebody chose; folder:
+    of the checkpoint; method: repeats, warmup, temperature; said: warnings so far."""
 
     settings: Settings
     chosen: Chosen
     environ: Mapping[str, str]
     grids: tuple[Mapping[str, tuple[Any, ...]], ...]
-    free: bool
+    given: frozenset[str]
     method: Mapping[str, Any]
     folder: Path
     name: str
@@ -109,7 +109,7 @@ def read_asked(
         chosen=chosen,
         environ=environ,
         grids=tuple(whole),
-        free=not any({"prompt_len", "gen_len"} & {**grid, **given}.keys() for grid in grids),
+        given=frozenset(name for grid in grids for name in {**grid, **given}),
         method={**_METHOD, **beside, **{k: v for k, v in method.items() if v is not None}},
         folder=folder,
         name=folder.resolve().name if settings.model_dir else "embedded",
@@ -189,7 +189,6 @@ def _axes(
     backend = "+".join(
         name if op == "all" else f"{op}={name}" for op, name in sorted(settings.backend.items())
     )
-    dtype = {"bfloat16": "bf16", "float32": "fp32"}.get(asked.config.dtype, asked.config.dtype)
     return {
         "prompt_len": length,
         "gen_len": values["gen_len"],
@@ -203,13 +202,31 @@ def _axes(
         "batch_invariant": settings.batch_invariant,
         "overlap": settings.overlap,
         "backend": backend or "auto",
-        "dtype": settings.dtype or dtype,
+        "dtype": dtype_of(asked, settings),
         "accelerator": accelerator,
         "temperature": asked.method["temperature"],
         "workload": asked.workload or values["workload"],
         "model": asked.name,
         "synthetic": None,
     }
+
+
+def dtype_of(asked: Asked, settings: Settings) -> str:
+    """Of activations: the one asked for, or the checkpoint's."""
+    own = asked.config.dtype
+    return settings.dtype or {"bfloat16": "bf16", "float32": "fp32"}.get(own, own)
+
+
+def ops_settings(asked: Asked, backend: str) -> Settings:
+    """Of an engine whose chunks run every layer on every row, by one back end."""
+    return _settings(asked, {"backend": backend, "swa_keep": "full", "mtp": 0})
+
+
+def values_of(asked: Asked, name: str, otherwise: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Every value of an axis that somebody chose, else `otherwise`."""
+    if name not in asked.given:
+        return otherwise
+    return tuple(dict.fromkeys(value for grid in asked.grids for value in grid.get(name, ())))
 
 
 def fingerprint(asked: Asked, accelerator: str, found: Found, identity: str) -> dict[str, Any]:

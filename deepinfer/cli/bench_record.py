@@ -7,29 +7,29 @@ here and nowhere else in this command; it must not know how rows are shown.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from deepinfer.bench import ceilings
+from deepinfer.bench.ceilings import Floors
 from deepinfer.bench.files import META, Folder
 from deepinfer.bench.job import Job, Method, estimate
+from deepinfer.bench.workload import Prompts
 from deepinfer.cli import bench_input
 from deepinfer.cli.bench_input import Asked
 from deepinfer.cli.output import Output
 from deepinfer.errors import UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 __all__ = ["folder_of", "measured", "plan"]
 
 Rows = Sequence[Mapping[str, Any]]
 _PATIENCE = 35.0  # seconds that the repeats of rows with default lengths may take
 _FEW = 2  # and so many rows may take them
+_OPS_ROWS, _OPS_CONTEXT = (1, 32, 256), 512  # rows of a step, and tokens before them
 _COPIES = 10  # of the weights that an engine may need: packed, and unpacked for torch
 
 
@@ -70,12 +70,11 @@ def folder_of(asked: Asked, out: str | None, resume: bool, table: Callable[[Rows
 
 
 def measured(
-    output: Output, asked: Asked, folder: Folder, resume: bool, keep_going: bool
+    output: Output, asked: Asked, folder: Folder, what: str, resume: bool, keep_going: bool
 ) -> tuple[dict[str, Any], list[Mapping[str, Any]]]:
-    """Run what is missing; the document about the run, and its rows in the grid's order."""
-    from deepinfer.bench import ceilings
+    """Run what is missing; the document about the run, and its rows in the grid's order, single
+    ops behind them. what: e2e, ops or all."""
     from deepinfer.bench.run import Sweep, TooSlow
-    from deepinfer.bench.workload import Prompts
     from deepinfer.checkpoint.layout import open_checkpoint
     from deepinfer.device.detect import TORCH_DEVICE, find, pick
     from deepinfer.engine.assembly import assemble, free_bytes
@@ -95,7 +94,7 @@ def measured(
         )
         if mismatch:
             raise mismatch
-    jobs = _jobs(output, asked, accelerator, keep_going, short)
+    jobs = _jobs(output, asked, accelerator, keep_going, short) if what != "ops" else []
     if before is None:
         folder.rows.clear()  # nothing tells that these were measured alike
         folder.samples.clear()
@@ -120,7 +119,8 @@ def measured(
     tokenizer = None
     if checkpoint.tokenizer_file:
         tokenizer = Tokenizer(checkpoint.tokenizer_file, config.bos_token_id, config.vocab_size)
-    floors = ceilings.Floors(config, rates, device) if rates else None
+    prompts = Prompts(tokenizer, config.bos_token_id, config.vocab_size)
+    floors = Floors(config, rates, device) if rates else None
     together = free_bytes(device) // 2 // (_COPIES * checkpoint.weight_bytes)
     method = replace(_method(asked, keep_going), together=int(together))
     said = {*asked.said}
@@ -135,12 +135,13 @@ def measured(
         def sweep(rows: Sequence[Job], method: Method) -> None:
             Sweep(
                 rows, folder, method, make=lambda settings: assemble(settings, warn),
-                config=config, prompts=Prompts(tokenizer, config.bos_token_id, config.vocab_size),
-                texts=asked.texts, floors=floors, on_progress=progress, warn=warn,
+                config=config, prompts=prompts, texts=asked.texts, floors=floors,
+                on_progress=progress, warn=warn,
             ).run()  # fmt: skip
 
         try:
-            impatient = asked.free and not short and len(jobs) <= _FEW and not resume
+            chosen = {"prompt_len", "gen_len"} & asked.given
+            impatient = not (chosen or short or resume) and len(jobs) <= _FEW
             sweep(jobs, replace(method, patience=_PATIENCE if impatient else None))
         except TooSlow:
             sizes = ", ".join(f"{key} {value[0]}" for key, value in bench_input.SHORT.items())
@@ -149,6 +150,8 @@ def measured(
             meta["short"] = True
             folder.write_meta(meta)
             sweep(jobs, method)
+        if what != "e2e":
+            _ops(asked, folder, accelerator, prompts, floors, progress, warn)
     conditions["after"] = ceilings.conditions(accelerator)
     if rates:
         after = ceilings.measure(device)
@@ -156,7 +159,47 @@ def measured(
         meta["ceilings"] = {"before": rates, "after": after, "moved": moved}
     folder.write_meta(meta)
     folder.finish()
-    return meta, [folder.rows[job.row_id] for job in jobs]
+    ops = [row for row in folder.rows.values() if row["kind"] == "ops" and what != "e2e"]
+    return meta, [*(folder.rows[job.row_id] for job in jobs), *ops]
+
+
+def _ops(
+    asked: Asked, folder: Folder, accelerator: str, prompts: Prompts, floors: Floors | None,
+    progress: Callable[[int, int, str], None], warn: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Single ops of every back end that can run here, or of those that were asked for."""
+    from deepinfer.bench import ops
+    from deepinfer.bench.run import sized
+    from deepinfer.device.detect import TORCH_DEVICE
+    from deepinfer.engine.assembly import assemble
+    from deepinfer.engine.compiled import open_compiled
+    from deepinfer.ops import registry
+
+    device = TORCH_DEVICE[accelerator]
+    libraries = open_compiled(asked.settings, device).libraries
+    here = tuple(
+        name for name, devices in registry.BACKENDS.items()
+        if device in devices and (name in libraries or name not in registry.COMPILED)
+    )  # fmt: skip
+    rows = bench_input.values_of(asked, "batch_size", _OPS_ROWS)
+    [context, *_] = bench_input.values_of(asked, "prompt_len", (_OPS_CONTEXT,))
+    sides = []
+    try:
+        for backend in bench_input.values_of(asked, "backend", here):
+            settings = sized(bench_input.ops_settings(asked, backend), 1, context + max(rows) + 1)
+            shared = {
+                "backend": backend, "dtype": bench_input.dtype_of(asked, settings),
+                "accelerator": accelerator, "context": context, "model": asked.name,
+                "synthetic": None,
+            }  # fmt: skip
+            rates = floors.rates if floors else None
+            sides.append(ops.Side(assemble(settings, warn), shared, rates, warn))
+        ops.measure(
+            sides, rows, context, prompts, asked.method["repeats"], folder, floors, progress
+        )
+    finally:
+        for side in sides:
+            side.llm.close()
 
 
 def _jobs(

@@ -8,8 +8,8 @@ must not know the plan that ran, requests or back ends. Source: performance ledg
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,11 +24,13 @@ HEAD, DRAFT = -1, -2  # layers of what belongs to none
 @dataclass(frozen=True)
 class Measured:
     """layers: what became of tokens [0, tokens) in each layer; flops_by_layer: FP8-equivalent FLOPs
-    by component of everything that ran, in each layer; head: those of the logits."""
+    by component of everything that ran, in each layer; head: those of the logits; flops_by_op: the
+    same by the op that spent them, draft context with it."""
 
     layers: tuple[LayerRanges, ...]
     flops_by_layer: tuple[dict[str, int], ...]
     head: int
+    flops_by_op: dict[str, int] = field(default_factory=dict)
 
     @property
     def flops(self) -> dict[str, int]:
@@ -53,25 +55,28 @@ class Meter:
 
     runner: has `config`, `model` (a `Transformer`), `draft` (a `Draft` or None) and `ops`, the
     table that model and memories call; draft blocks must not run meanwhile. One prompt at a time
-    where ranges are wanted.
+    where ranges are wanted. rates: FLOPs of a multiplication and addition other than the
+    FP8-equivalent ones, such as `cost.PLAIN`.
     """
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: Any, rates: Mapping[str, int] | None = None) -> None:
         self.config, self._runner = runner.config, runner
-        self._rates = _rates(runner.config)
+        self._rates = rates or _rates(runner.config)
         self._parts = _parts(runner.model, self._rates)
         if runner.draft is not None:
             # Its context keys are made in the same pass; the meter leaves draft stages out.
             self._parts |= {id(held): (DRAFT, "draft", 0) for held in runner.draft.context_weights}
         self._plain: dict[str, Callable[..., Any]] = {}
         self._layer = HEAD  # whose memory call is running
+        self._op = ""  # which is being counted
         self.reset()
 
     def reset(self) -> None:
         """Forget what was counted."""
         self._counts: Counter[tuple[int, str]] = Counter()
-        # Numbers that are still on their way from the device: (layer, component, times, number).
-        self._awaited: list[tuple[int, str, int, torch.Tensor]] = []
+        self._by_op: Counter[str] = Counter()
+        # Numbers still on their way from the device: (layer, component, op, times, number).
+        self._awaited: list[tuple[int, str, str, int, torch.Tensor]] = []
         layers = self.config.num_hidden_layers
         self._rows: list[list[torch.Tensor]] = [[] for _ in range(layers)]
         self._keys: list[list[torch.Tensor]] = [[] for _ in range(layers)]
@@ -100,11 +105,12 @@ class Meter:
         Raises InternalError where a row of a layer ran twice, or its keys were stored twice.
         """
         layers = range(self.config.num_hidden_layers)
-        counts = Counter(self._counts)
+        counts, by_op = Counter(self._counts), Counter(self._by_op)
         if self._awaited:
             numbers = torch.stack([number for *_, number in self._awaited]).tolist()
-            for (layer, part, times, _), number in zip(self._awaited, numbers, strict=True):
+            for (layer, part, op, times, _), number in zip(self._awaited, numbers, strict=True):
                 counts[layer, part] += times * number
+                by_op[op] += times * number
         by_layer: list[dict[str, int]] = [{} for _ in layers]
         for (layer, part), flops in counts.items():
             if layer >= 0 and flops:
@@ -113,6 +119,7 @@ class Meter:
             layers=tuple(self._ranges(layer, tokens) for layer in layers),
             flops_by_layer=tuple(by_layer),
             head=counts[HEAD, "head"],
+            flops_by_op=dict(by_op),
         )
 
     # ranges
@@ -168,6 +175,7 @@ class Meter:
 
         def op(*args: Any, **kwargs: Any) -> Any:
             result = plain(*args, **kwargs)
+            self._op = name
             count(result, *args, **kwargs)
             return result
 
@@ -175,20 +183,20 @@ class Meter:
 
     def _count_linear(self, y: torch.Tensor, x: torch.Tensor, weight: Any) -> None:
         layer, part, times = self._parts[id(weight)]
-        self._counts[layer, part] += times * x.numel() * y.shape[-1]
+        self._add(layer, part, times * x.numel() * y.shape[-1])
 
     _count_linear_f32 = _count_linear
 
     def _count_grouped_linear(self, y: torch.Tensor, x: torch.Tensor, weight: Any) -> None:
         layer, part, times = self._parts[id(weight)]
-        self._counts[layer, part] += times * y.numel() * x.shape[-1]
+        self._add(layer, part, times * y.numel() * x.shape[-1])
 
     def _count_hc_mix(
         self, y: tuple[torch.Tensor, ...], streams: torch.Tensor, fn: Any, *rest: Any
     ) -> None:
         layer, part, times = self._parts[id(fn)]
         copies = streams.shape[1]
-        self._counts[layer, part] += times * streams.numel() * copies * (2 + copies)
+        self._add(layer, part, times * streams.numel() * copies * (2 + copies))
 
     def _count_moe(
         self, y: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor,
@@ -197,7 +205,7 @@ class Meter:
         layer, part, times = self._parts[id(experts[0])]
         chosen = ids.numel() + x.shape[0]  # the shared expert is chosen by every row
         width = x.shape[-1] * self.config.moe_intermediate_size
-        self._counts[layer, part] += times * len(experts) * chosen * width
+        self._add(layer, part, times * len(experts) * chosen * width)
 
     def _count_sparse_attention(
         self, y: torch.Tensor, q: torch.Tensor, window: torch.Tensor, window_slots: torch.Tensor,
@@ -240,8 +248,12 @@ class Meter:
             self._seen[id(slots)] = slots, (slots >= 0).sum(-1)
         return self._seen[id(slots)][1]
 
+    def _add(self, layer: int, part: str, flops: int) -> None:
+        self._counts[layer, part] += flops
+        self._by_op[self._op] += flops
+
     def _await(self, part: str, times: int, number: torch.Tensor) -> None:
-        self._awaited.append((self._layer, part, times, number))
+        self._awaited.append((self._layer, part, self._op, times, number))
 
 
 class _WatchedModel:
@@ -301,7 +313,7 @@ def _rates(config: Any) -> dict[str, int]:
     return {"dense": dense, "scores": scores, "wide": wide, "fp32": 8}
 
 
-def _parts(model: Any, rates: dict[str, int]) -> dict[int, tuple[int, str, int]]:
+def _parts(model: Any, rates: Mapping[str, int]) -> dict[int, tuple[int, str, int]]:
     """Weight handle -> (layer, component, FLOPs of a multiplication and addition)."""
     found = {id(model.head): (HEAD, "head", rates["wide"])}
     for layer, w in enumerate(model.blocks):

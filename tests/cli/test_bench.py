@@ -184,8 +184,9 @@ def test_a_plan_needs_neither_torch_nor_weights(child, model, tmp_path):
     blocked = tmp_path / "blocked"
     (blocked / "torch").mkdir(parents=True)
     (blocked / "torch" / "__init__.py").write_text("raise ModuleNotFoundError('no torch')")
-    done = child("bench", "-m", bare, *TINY, "--mtp", "0-2", "--batch-size", "1,8", "--dry-run",
-                 fake=False, env={"PYTHONPATH": f"{blocked}:{t6.__file__.rsplit('/', 2)[0]}"})  # fmt: skip
+    paths = {"PYTHONPATH": f"{blocked}:{t6.__file__.rsplit('/', 2)[0]}"}
+    ask = ("--mtp", "0-2", "--batch-size", "1,8", "--dry-run")
+    done = child("bench", "-m", bare, *TINY, *ask, fake=False, env=paths)
     assert (done.status, len(done.out.splitlines())) == (0, 7), done.err
     assert "6 rows on 3 engines, about" in done.err
 
@@ -211,3 +212,15 @@ def test_an_interrupt_leaves_a_folder_to_go_on_with(bench, tmp_path, monkeypatch
     done = bench(*ask, "--resume")
     assert done.status == 0 and len(json.loads(done.out)["rows"]) == 2
     assert count[0] == 102, "one warm-up and the repeat that was missing"
+
+
+def test_single_ops(bench, valid):
+    done = bench("ops", "--batch-size", "1,4", "-r", "2", "--json")
+    assert done.status == 0, done.err
+    document = valid("bench", json.loads(done.out))
+    rows = {(row["axes"]["op"], row["axes"]["rows"]): row for row in document["rows"]}
+    assert {op for op, _ in rows} >= {"linear", "moe", "sparse_attention", "choose", "hc_mix"}
+    assert {row["axes"]["backend"] for row in rows.values()} == {"torch"}
+    for op in ("moe", "hc_mix"):
+        assert rows[op, 4]["flops"] == 4 * rows[op, 1]["flops"]
+        assert rows[op, 1]["bytes"] < rows[op, 4]["bytes"] < 4 * rows[op, 1]["bytes"]

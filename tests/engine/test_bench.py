@@ -1,4 +1,4 @@
-"""Sweeps on the tiny model: what rows say, and that a kill at any moment loses the running repeat."""
+"""Sweeps on the tiny model: what rows say, and that a kill loses the running repeat alone."""
 
 import random
 import time
@@ -60,8 +60,8 @@ def sweep(checkpoint, tmp_path):
         held = Folder(folder, csv)
         held.check()
         held.load(lambda line: None)
-        method = Method(repeats, **{k: more.pop(k) for k in ("warmup", "patience", "keep_going",
-                                                              "together") if k in more})  # fmt: skip
+        names = ("warmup", "patience", "keep_going", "together")
+        method = Method(repeats, **{name: more.pop(name) for name in names if name in more})
         made = more.pop("make", lambda settings: assemble(settings, lambda line: None))
         Sweep(
             asked, held, method, make=made, config=config,

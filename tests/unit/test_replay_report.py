@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from deepinfer.errors import InternalError
+from deepinfer.model import cost
 from deepinfer.model.config import ModelConfig
 from deepinfer.replay.plan import ReplayRule
-from deepinfer.model import cost
 from deepinfer.report import heatmap, replay, tables
 from tests import t6
 

@@ -1,0 +1,229 @@
+"""Single ops: what a step spends in each, by back end and number of rows.
+
+An engine for each back end runs one prompt chunk of so many rows behind a context; the calls of
+every op that multiplies are kept and then timed again, all of one op's calls in a row. Rows go out.
+Times are of a step, over all layers; bytes are those that must be read or written at least once. It
+must not know options, tables or pictures.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from deepinfer.bench.axes import row_id
+from deepinfer.bench.ceilings import Floors
+from deepinfer.bench.files import ROW, Folder
+from deepinfer.bench.metrics import STEADY, outliers, self_ratio, spread
+from deepinfer.bench.workload import Prompts
+from deepinfer.core.request import SamplingParams
+from deepinfer.engine.assembly import Parts
+from deepinfer.engine.engine import LLM
+from deepinfer.replay.meter import Meter
+
+__all__ = ["OPS", "Side", "measure"]
+
+OPS = ("linear", "linear_f32", "grouped_linear", "hc_mix", "moe", "sparse_attention", "choose")
+"""The ops that multiply; all others move bytes."""
+
+_LEAST = 5e-3  # seconds that one timing takes at least
+
+Call = tuple[tuple[Any, ...], dict[str, Any], Any]
+"""Arguments of a call, and its result."""
+
+
+@dataclass
+class Work:
+    """The calls of one op in a step, their FLOPs and bytes."""
+
+    axes: dict[str, Any]
+    op: Callable[..., Any]
+    calls: list[Call]
+    flops: int
+    bytes: int
+    seconds: list[float] = field(default_factory=list)
+
+    def run(self) -> None:
+        for args, kwargs, _ in self.calls:
+            self.op(*args, **kwargs)
+
+
+class Side:
+    """An engine of one back end. axes: what its rows share; rates: what a FLOP is on its device."""
+
+    def __init__(self, parts: Parts, axes: Mapping[str, Any], rates: Mapping[str, int] | None,
+                 warn: Callable[[str], object]) -> None:  # fmt: skip
+        self.parts, self.axes, self._rates = parts, dict(axes), rates
+        self.llm = LLM.from_parts(parts, on_warning=warn)
+
+    def works(self, ids: Sequence[int], context: int) -> list[Work]:
+        """What a chunk of the ids behind the first `context` of them spends."""
+        runner: Any = self.parts.runner
+        with self._known(ids, context), Meter(runner, self._rates) as meter:
+            self._run(ids)
+            flops = meter.measured(len(ids)).flops_by_op
+        with self._known(ids, context), _kept(runner.ops) as calls:
+            self._run(ids)
+        rows, table = len(ids) - context, vars(runner.ops)
+        return [
+            Work(
+                {"op": name, "rows": rows, **self.axes}, table[name], calls[name], flops[name],
+                sum(_bytes(name, *call) for call in calls[name]),
+            )
+            for name in OPS if flops.get(name)
+        ]  # fmt: skip
+
+    @contextmanager
+    def _known(self, ids: Sequence[int], context: int) -> Iterator[None]:
+        with self.llm.fresh():
+            if context:
+                self._run(ids[:context])
+            yield
+
+    def _run(self, ids: Sequence[int]) -> None:
+        [result] = self.llm.generate([ids], SamplingParams(max_tokens=1, temperature=0))
+        if result.error is not None:
+            raise result.error.raised()
+
+
+def measure(
+    sides: Sequence[Side], rows: Sequence[int], context: int, prompts: Prompts, repeats: int,
+    folder: Folder, floors: Floors | None, on_progress: Callable[[int, int, str], object],
+) -> None:  # fmt: skip
+    """Time every op of every side with every number of rows, one after the other, `repeats` times;
+    the rows go to the folder, but for those that it has."""
+    [ids] = prompts.make("code", context + max(rows), 1)
+    for count in rows:
+        works = [
+            work for side in sides for work in side.works(ids[: context + count], context)
+            if row_id(work.axes) not in folder.rows
+        ]  # fmt: skip
+        for work in works:
+            _seconds(work, floors)  # to warm up
+        for repeat in range(repeats):
+            for at, work in enumerate(works):
+                on_progress(
+                    repeat * len(works) + at, repeats * len(works), f"{work.axes['op']} {count}"
+                )
+                work.seconds.append(_seconds(work, floors))
+        for work in works:
+            folder.add_row(_row(work, repeats, floors))
+
+
+def _seconds(work: Work, floors: Floors | None) -> float:
+    """Of the op's calls in one step: the mean of as many steps as take long enough."""
+    device = work.calls[0][0][0].device
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    with torch.inference_mode():
+        wait()
+        start, times = time.perf_counter(), 0
+        while True:
+            work.run()
+            times += 1
+            wait()
+            took = time.perf_counter() - start
+            if took >= _LEAST:
+                return took / times
+
+
+def _row(work: Work, repeats: int, floors: Floors | None) -> dict[str, Any]:
+    times = [seconds * 1e6 for seconds in work.seconds]
+    ratio = self_ratio(times)
+    row: dict[str, Any] = {
+        "schema": ROW, "row_id": row_id(work.axes), "kind": "ops", "axes": work.axes,
+        "status": "ok", "repeats": repeats, "warmup": 1, "calls": len(work.calls),
+        "time_us": spread(times), "bytes": work.bytes, "flops": work.flops,
+        "gb_per_s": spread([work.bytes / us / 1e3 for us in times]),
+        "flop_per_s": spread([work.flops / us * 1e6 for us in times]),
+        "ceiling_fraction": None,
+        "self_ratio": ratio, "outliers": len(outliers(times)),
+        "steady": ratio is not None and STEADY[0] <= ratio <= STEADY[1],
+        "samples": {"time_us": times},
+    }  # fmt: skip
+    if floors is None:
+        row["why"] = {"ceiling_fraction": "unknown device: no ceiling"}
+    else:
+        least = floors.op(work.bytes, work.flops) * 1e6
+        row["ceiling_fraction"] = float(f"{least / row['time_us']['median']:.4g}")
+    return row
+
+
+@contextmanager
+def _kept(ops: Any) -> Iterator[dict[str, list[Call]]]:
+    """Keep every call of `OPS` while the block runs."""
+    table, calls = vars(ops), defaultdict(list)
+    plain = {name: table[name] for name in OPS}
+
+    def kept(name: str) -> Callable[..., Any]:
+        def op(*args: Any, **kwargs: Any) -> Any:
+            result = plain[name](*args, **kwargs)
+            calls[name].append((args, kwargs, result))
+            return result
+
+        return op
+
+    table.update({name: kept(name) for name in OPS})
+    try:
+        yield calls
+    finally:
+        table.update(plain)
+
+
+def _bytes(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
+    """Inputs, outputs and weights of a call, each once; of what is remembered what is looked at."""
+    if name == "sparse_attention":
+        q, window, slots, _, entries, entry_slots, *_ = args
+        size = _nbytes(q) + _nbytes(result) + _looked_at(window, slots)
+        return size + (0 if entry_slots is None else _looked_at(entries, entry_slots))
+    if name == "choose":
+        q, weights, records, _, _, visible, *_ = args
+        keys = int(visible.max()) * records.shape[-1] * records.element_size()
+        return _nbytes(q) + _nbytes(weights) + keys + _nbytes(result)
+    if name == "moe":
+        x, ids, weights, experts, *rest = args
+        touched = ids.unique().numel()
+        size = sum(_stored(held) * touched // _count(held) for held in experts)
+        shared = sum(_stored(held) for held in _handles(rest))
+        return size + shared + sum(map(_nbytes, (x, ids, weights, result)))
+    held = sum(_stored(one) for one in _handles(args))
+    return held + sum(_nbytes(one) for one in args) + _nbytes(result)
+
+
+def _looked_at(records: torch.Tensor, slots: torch.Tensor) -> int:
+    """Bytes of the records [slots, bytes] that a list names, each once."""
+    named = slots[slots >= 0].unique().numel()
+    return named * records.shape[-1] * records.element_size()
+
+
+def _nbytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    return sum(map(_nbytes, value)) if isinstance(value, tuple) else 0
+
+
+def _handles(values: Sequence[Any]) -> list[Any]:
+    """Weights as `prepare` made them, also inside of tuples."""
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, tuple | list):
+            found += _handles(value)
+        elif hasattr(value, "source"):
+            found.append(value)
+    return found
+
+
+def _stored(handle: Any) -> int:
+    """Bytes of a weight as a checkpoint stores it."""
+    return int(handle.source.nbytes)
+
+
+def _count(handle: Any) -> int:
+    """Matrices in a stack."""
+    shape = handle.source.shape
+    return shape[0] if len(shape) > 2 else 1
