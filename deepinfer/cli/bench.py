@@ -74,6 +74,10 @@ Prompts = _text(
     help='Prompts of your own, a {"prompt": TEXT} a line.',
 )  # fmt: skip
 SweepFile = _text("Input", "--sweep", metavar="FILE", help="Axes of a TOML file; options win.")
+Synthetic = _text(
+    "Model", "--synthetic", metavar="SIZE",
+    help="Random weights: flash-slice, flash-slice:E+D (real widths), tiny.",
+)  # fmt: skip
 Temperature = _text(
     "Sampling", "-t", "--temperature", metavar="X", min=0.0, help="Default: 0, greedy.", hidden=True
 )
@@ -122,6 +126,7 @@ def command(
     workload: Annotated[str | None, Workload] = None,
     prompts: Annotated[str | None, Prompts] = None,
     sweep: Annotated[str | None, SweepFile] = None,
+    synthetic: Annotated[str | None, Synthetic] = None,
     temperature: Annotated[float | None, Temperature] = None,
     mtp: Annotated[str | None, Mtp] = None,
     mtp_varlen: Annotated[str | None, MtpVarlen] = None,
@@ -177,7 +182,7 @@ def command(
             "accelerator": accelerator, "batch_invariant": batch_invariant, "overlap": overlap,
             "backend": backend, "dtype": dtype,
         },
-        sweep=sweep, prompts=prompts,
+        sweep=sweep, prompts=prompts, synthetic=synthetic, runs=not dry_run,
         method={"repeats": repeats, "warmup": warmup, "temperature": temperature},
     )  # fmt: skip
     if dry_run:

@@ -20,12 +20,13 @@ from deepinfer.cli.options import Chosen
 from deepinfer.cli.output import Output
 from deepinfer.cli.prompt import read_jsonl
 from deepinfer.cli.replay_input import read_config
-from deepinfer.device.detect import Found, version_of
+from deepinfer.device.detect import Found, find, pick, version_of
 from deepinfer.errors import DeepinferError, UsageError
 from deepinfer.settings import Settings, for_device, for_model, registry, resolve
 from deepinfer.toolchain import built
 
 if TYPE_CHECKING:
+    from deepinfer.bench.synthetic import Size
     from deepinfer.model.config import ModelConfig
 
 __all__ = ["SHORT", "Asked", "fingerprint", "jobs", "read_asked"]
@@ -46,8 +47,9 @@ _SILENT = ("log_level", "config", "no_progress", "debug", "build_dir", "jit_cach
 
 @dataclass(frozen=True)
 class Asked:
-    """A checked question. grids: of which rows are made; given: axes that somebody chose; folder:
-    of the checkpoint; method: repeats, warmup, temperature; said: warnings so far."""
+    """A checked question. grids: of which rows are made; given: axes that somebody chose; method:
+    repeats, warmup, temperature; folder: of the checkpoint, None with random weights of a synthetic
+    size; said: warnings so far."""
 
     settings: Settings
     chosen: Chosen
@@ -55,7 +57,9 @@ class Asked:
     grids: tuple[Mapping[str, tuple[Any, ...]], ...]
     given: frozenset[str]
     method: Mapping[str, Any]
-    folder: Path
+    accelerator: str
+    folder: Path | None
+    synthetic: Size | None
     name: str
     config: ModelConfig
     texts: tuple[str, ...] | None
@@ -65,11 +69,13 @@ class Asked:
 
 def read_asked(
     output: Output, chosen: Chosen, environ: Mapping[str, str], words: Mapping[str, str | None], *,
-    sweep: str | None, prompts: str | None, method: Mapping[str, Any],
+    sweep: str | None, prompts: str | None, synthetic: str | None, method: Mapping[str, Any],
+    runs: bool,
 ) -> Asked:  # fmt: skip
-    """Check every word. Raises UsageError and CheckpointError."""
-    from deepinfer.engine.assembly import embedded_model
+    """Check every word. runs: not only a plan, so torch is asked what it can use.
 
+    Raises UsageError, CheckpointError and EnvironmentProblem.
+    """
     settings = resolve(chosen, environ, source="flag")
     output.level = settings.log_level
     for line in settings.warnings:
@@ -96,6 +102,58 @@ def read_asked(
         digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:8]
         workload = f"{Path(prompts).name}#{digest}"
     whole = [{**_defaults({**grid, **given}, texts), **grid, **given} for grid in grids]
+    accelerator = _accelerator(settings, whole, runs)
+    folder, size, name, config = _model(output, settings, synthetic, accelerator)
+    return Asked(
+        settings=settings,
+        chosen=chosen,
+        environ=environ,
+        grids=tuple(whole),
+        given=frozenset(name for grid in grids for name in {**grid, **given}),
+        method={**_METHOD, **beside, **{k: v for k, v in method.items() if v is not None}},
+        accelerator=accelerator,
+        folder=folder,
+        synthetic=size,
+        name=name,
+        config=config,
+        texts=texts,
+        workload=workload,
+        said=settings.warnings,
+    )  # fmt: skip
+
+
+def _accelerator(
+    settings: Settings, grids: Iterable[Mapping[str, tuple[Any, ...]]], runs: bool
+) -> str:
+    """The one that all rows run on; for a plan, the one whose device node is there."""
+    named = {word for grid in grids for word in grid.get("accelerator", ())}
+    if len(named) > 1:
+        raise UsageError(
+            "bad-axis", f"--accelerator {','.join(sorted(named))}: one sweep runs on one device",
+            ["ceilings and the fingerprint are of one"], "a sweep for each, and bench compare",
+        )  # fmt: skip
+    word = str(next(iter(named), settings.accelerator))
+    if runs:
+        return pick(word)
+    return find(query=False).accelerators[0] if word == "auto" else word
+
+
+def _model(
+    output: Output, settings: Settings, synthetic: str | None, accelerator: str
+) -> tuple[Path | None, Size | None, str, ModelConfig]:
+    """Folder or synthetic size, what the model is called, and its configuration."""
+    if synthetic is not None:
+        from deepinfer.bench.synthetic import model_of, read_size
+
+        if settings.source("model_dir") == "flag":
+            raise UsageError(
+                "bad-usage", "--synthetic cannot be used with -m", ["both say which model"],
+                "leave one out",
+            )  # fmt: skip
+        size = read_size(synthetic, accelerator)
+        return None, size, str(size), model_of(size, True).config
+    from deepinfer.engine.assembly import embedded_model
+
     if settings.model_dir is None:
         output.note("using the embedded model; -m DIR measures another", "dim")
     folder = Path(settings.model_dir or embedded_model())
@@ -104,20 +162,8 @@ def read_asked(
 
         # It raises, and says what is wrong with the folder.
         open_checkpoint(folder, settings.origin("model_dir"))
-    return Asked(
-        settings=settings,
-        chosen=chosen,
-        environ=environ,
-        grids=tuple(whole),
-        given=frozenset(name for grid in grids for name in {**grid, **given}),
-        method={**_METHOD, **beside, **{k: v for k, v in method.items() if v is not None}},
-        folder=folder,
-        name=folder.resolve().name if settings.model_dir else "embedded",
-        config=read_config(folder / "config.json"),
-        texts=texts,
-        workload=workload,
-        said=settings.warnings,
-    )  # fmt: skip
+    name = folder.resolve().name if settings.model_dir else "embedded"
+    return folder, None, name, read_config(folder / "config.json")
 
 
 def _defaults(
@@ -133,7 +179,7 @@ def _defaults(
 
 
 def jobs(
-    output: Output, asked: Asked, accelerator: str, *, keep_going: bool,
+    output: Output, asked: Asked, *, keep_going: bool,
     instead: Mapping[str, tuple[Any, ...]] | None = None,
 ) -> list[Job]:  # fmt: skip
     """The rows of the grids, each once. instead: other values of some axes.
@@ -146,7 +192,7 @@ def jobs(
         for values in axes.combinations({**grid, **(instead or {})}):
             try:
                 settings = _settings(asked, values)
-                effective = for_device(settings, accelerator)
+                effective = for_device(settings, asked.accelerator)
                 problem = None
             except UsageError as refused:
                 if not keep_going:
@@ -157,7 +203,7 @@ def jobs(
                 if line not in said:
                     said.add(line)
                     output.warn(line)
-            row = _axes(asked, values, effective, accelerator)
+            row = _axes(asked, values, effective)
             if problem is not None:
                 row |= {name: values[name] for name in values if name in row}
             job = Job(row, settings, problem)
@@ -181,9 +227,7 @@ def _settings(asked: Asked, values: Mapping[str, Any]) -> Settings:
     return for_model(resolve({**asked.chosen, **typed}, asked.environ, source="flag"), asked.config)
 
 
-def _axes(
-    asked: Asked, values: Mapping[str, Any], settings: Settings, accelerator: str
-) -> dict[str, Any]:
+def _axes(asked: Asked, values: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
     """What tells the row from others, with the values that hold: one spelling for what is alike."""
     length, drafts = values.get("prompt_len"), settings.mtp > 0
     backend = "+".join(
@@ -203,11 +247,11 @@ def _axes(
         "overlap": settings.overlap,
         "backend": backend or "auto",
         "dtype": dtype_of(asked, settings),
-        "accelerator": accelerator,
+        "accelerator": asked.accelerator,
         "temperature": asked.method["temperature"],
         "workload": asked.workload or values["workload"],
         "model": asked.name,
-        "synthetic": None,
+        "synthetic": str(asked.synthetic) if asked.synthetic else None,
     }
 
 
@@ -229,9 +273,10 @@ def values_of(asked: Asked, name: str, otherwise: tuple[Any, ...]) -> tuple[Any,
     return tuple(dict.fromkeys(value for grid in asked.grids for value in grid.get(name, ())))
 
 
-def fingerprint(asked: Asked, accelerator: str, found: Found, identity: str) -> dict[str, Any]:
+def fingerprint(asked: Asked, found: Found, identity: str) -> dict[str, Any]:
     """What must be equal for rows of two runs to stand in one folder: code, machine, model and what
-    no axis says. identity: of the checkpoint."""
+    no axis says. identity: of the model."""
+    accelerator = asked.accelerator
     devices = [device.name or device.accelerator for device in found.devices]
     library = built.find(asked.settings.build_dir).path if accelerator == "cpu" else None
     fixed = {

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deepinfer.bench import ceilings
 from deepinfer.bench.ceilings import Floors
@@ -23,6 +23,10 @@ from deepinfer.cli import bench_input
 from deepinfer.cli.bench_input import Asked
 from deepinfer.cli.output import Output
 from deepinfer.errors import UsageError
+
+if TYPE_CHECKING:
+    from deepinfer.engine.assembly import Model, Parts
+    from deepinfer.settings import Settings
 
 __all__ = ["folder_of", "measured", "plan"]
 
@@ -35,16 +39,14 @@ _COPIES = 10  # of the weights that an engine may need: packed, and unpacked for
 
 def plan(output: Output, asked: Asked, keep_going: bool) -> int:
     """`--dry-run`: the rows and about how long they take; needs neither torch nor weights."""
-    from deepinfer.device.detect import find
-
-    found = find(query=False)
-    accelerator = _named(asked) or found.accelerators[0]
-    jobs = bench_input.jobs(output, asked, accelerator, keep_going=keep_going)
+    jobs = bench_input.jobs(output, asked, keep_going=keep_going)
     seconds = estimate(asked.config, jobs, _method(asked, keep_going))
     if output.mode == "json":
+        from deepinfer.device.detect import find
         from deepinfer.report.records import document
 
-        head = document("deepinfer.bench-plan/1", sys.argv[1:], asked.settings.as_json(), found)
+        here = find(query=False)
+        head = document("deepinfer.bench-plan/1", sys.argv[1:], asked.settings.as_json(), here)
         rows = [{"row_id": job.row_id, "axes": dict(job.axes)} for job in jobs]
         output.document({**head, "estimated_seconds": round(seconds), "rows": rows})
         return 0
@@ -59,7 +61,11 @@ def plan(output: Output, asked: Asked, keep_going: bool) -> int:
 
 def folder_of(asked: Asked, out: str | None, resume: bool, table: Callable[[Rows], str]) -> Folder:
     """The folder of the results, checked and made. Raises UsageError."""
-    folder = Folder(Path(out), table) if out is not None else Folder.named(asked.name, table)
+    folder = (
+        Folder(Path(out), table)
+        if out is not None
+        else Folder.named(asked.name.replace(":", "-"), table)
+    )
     if folder.taken and not resume:
         raise UsageError(
             "output-exists", f"{folder.path} already has results", ["from --out"],
@@ -75,17 +81,13 @@ def measured(
     """Run what is missing; the document about the run, and its rows in the grid's order, single
     ops behind them. what: e2e, ops or all."""
     from deepinfer.bench.run import Sweep, TooSlow
-    from deepinfer.checkpoint.layout import open_checkpoint
-    from deepinfer.device.detect import TORCH_DEVICE, find, pick
-    from deepinfer.engine.assembly import assemble, free_bytes
+    from deepinfer.device.detect import TORCH_DEVICE, find
+    from deepinfer.engine.assembly import free_bytes
     from deepinfer.report.records import document
-    from deepinfer.tokenizer.tokenizer import Tokenizer
 
-    checkpoint = open_checkpoint(asked.folder, asked.settings.origin("model_dir"))
-    config = checkpoint.config
-    accelerator = pick(_named(asked) or "auto")
+    model, config, accelerator = _model(asked), asked.config, asked.accelerator
     device, found = TORCH_DEVICE[accelerator], find()
-    parts = bench_input.fingerprint(asked, accelerator, found, checkpoint.identity().hex()[:16])
+    parts = bench_input.fingerprint(asked, found, model.identity().hex()[:16])
     before = folder.load(output.warn) if resume else None
     short = bool(before and before.get("short"))
     if before is not None:
@@ -94,7 +96,7 @@ def measured(
         )
         if mismatch:
             raise mismatch
-    jobs = _jobs(output, asked, accelerator, keep_going, short) if what != "ops" else []
+    jobs = _jobs(output, asked, keep_going, short) if what != "ops" else []
     if before is None:
         folder.rows.clear()  # nothing tells that these were measured alike
         folder.samples.clear()
@@ -116,12 +118,9 @@ def measured(
     if rates is None:
         meta["why"] = {"ceilings": "unknown device: no ceiling"}
     folder.write_meta(meta)
-    tokenizer = None
-    if checkpoint.tokenizer_file:
-        tokenizer = Tokenizer(checkpoint.tokenizer_file, config.bos_token_id, config.vocab_size)
-    prompts = Prompts(tokenizer, config.bos_token_id, config.vocab_size)
+    prompts = Prompts(model.tokenizer(), config.bos_token_id, config.vocab_size)
     floors = Floors(config, rates, device) if rates else None
-    together = free_bytes(device) // 2 // (_COPIES * checkpoint.weight_bytes)
+    together = free_bytes(device) // 2 // (_COPIES * model.weight_bytes)
     method = replace(_method(asked, keep_going), together=int(together))
     said = {*asked.said}
 
@@ -134,7 +133,7 @@ def measured(
 
         def sweep(rows: Sequence[Job], method: Method) -> None:
             Sweep(
-                rows, folder, method, make=lambda settings: assemble(settings, warn),
+                rows, folder, method, make=lambda settings: _parts(asked, settings, warn),
                 config=config, prompts=prompts, texts=asked.texts, floors=floors,
                 on_progress=progress, warn=warn,
             ).run()  # fmt: skip
@@ -146,12 +145,12 @@ def measured(
         except TooSlow:
             sizes = ", ".join(f"{key} {value[0]}" for key, value in bench_input.SHORT.items())
             output.note(f"this machine is slow: the rows are shorter ({sizes})")
-            jobs = _jobs(output, asked, accelerator, keep_going, True)
+            jobs = _jobs(output, asked, keep_going, True)
             meta["short"] = True
             folder.write_meta(meta)
             sweep(jobs, method)
         if what != "e2e":
-            _ops(asked, folder, accelerator, prompts, floors, progress, warn)
+            _ops(asked, folder, prompts, floors, progress, warn)
     conditions["after"] = ceilings.conditions(accelerator)
     if rates:
         after = ceilings.measure(device)
@@ -164,18 +163,17 @@ def measured(
 
 
 def _ops(
-    asked: Asked, folder: Folder, accelerator: str, prompts: Prompts, floors: Floors | None,
+    asked: Asked, folder: Folder, prompts: Prompts, floors: Floors | None,
     progress: Callable[[int, int, str], None], warn: Callable[[str], None],
 ) -> None:  # fmt: skip
     """Single ops of every back end that can run here, or of those that were asked for."""
     from deepinfer.bench import ops
     from deepinfer.bench.run import sized
     from deepinfer.device.detect import TORCH_DEVICE
-    from deepinfer.engine.assembly import assemble
     from deepinfer.engine.compiled import open_compiled
     from deepinfer.ops import registry
 
-    device = TORCH_DEVICE[accelerator]
+    device = TORCH_DEVICE[asked.accelerator]
     libraries = open_compiled(asked.settings, device).libraries
     here = tuple(
         name for name, devices in registry.BACKENDS.items()
@@ -189,11 +187,11 @@ def _ops(
             settings = sized(bench_input.ops_settings(asked, backend), 1, context + max(rows) + 1)
             shared = {
                 "backend": backend, "dtype": bench_input.dtype_of(asked, settings),
-                "accelerator": accelerator, "context": context, "model": asked.name,
-                "synthetic": None,
+                "accelerator": asked.accelerator, "context": context, "model": asked.name,
+                "synthetic": str(asked.synthetic) if asked.synthetic else None,
             }  # fmt: skip
             rates = floors.rates if floors else None
-            sides.append(ops.Side(assemble(settings, warn), shared, rates, warn))
+            sides.append(ops.Side(_parts(asked, settings, warn), shared, rates, warn))
         ops.measure(
             sides, rows, context, prompts, asked.method["repeats"], folder, floors, progress
         )
@@ -202,23 +200,32 @@ def _ops(
             side.llm.close()
 
 
-def _jobs(
-    output: Output, asked: Asked, accelerator: str, keep_going: bool, short: bool
-) -> list[Job]:
+def _model(asked: Asked) -> Model:
+    """What the engines are made for; of a folder everything but the weights is checked."""
+    if asked.synthetic:
+        from deepinfer.bench.synthetic import model_of
+
+        return model_of(asked.synthetic, True)
+    from deepinfer.checkpoint.layout import open_checkpoint
+    from deepinfer.engine.assembly import Folder as Checkpoint
+
+    return Checkpoint(open_checkpoint(str(asked.folder), asked.settings.origin("model_dir")))
+
+
+def _parts(asked: Asked, settings: Settings, warn: Callable[[str], object]) -> Parts:
+    """Of one engine."""
+    if asked.synthetic:
+        from deepinfer.bench import synthetic
+
+        return synthetic.parts(settings, asked.synthetic, warn)
+    from deepinfer.engine.assembly import assemble
+
+    return assemble(settings, warn)
+
+
+def _jobs(output: Output, asked: Asked, keep_going: bool, short: bool) -> list[Job]:
     instead = bench_input.SHORT if short else None
-    return bench_input.jobs(output, asked, accelerator, keep_going=keep_going, instead=instead)
-
-
-def _named(asked: Asked) -> str | None:
-    """The accelerator by name; several in one sweep are not."""
-    named = {word for grid in asked.grids for word in grid.get("accelerator", ())}
-    if len(named) > 1:
-        raise UsageError(
-            "bad-axis", f"--accelerator {','.join(sorted(named))}: one sweep runs on one device",
-            ["ceilings and the fingerprint are of one"], "a sweep for each, and bench compare",
-        )  # fmt: skip
-    word = next(iter(named), asked.settings.accelerator)
-    return None if word == "auto" else str(word)
+    return bench_input.jobs(output, asked, keep_going=keep_going, instead=instead)
 
 
 def _told(asked: Asked) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import pytest
 
 from deepinfer.settings.registry import SETTINGS
 
-COMMANDS = ("run", "replay-inspect", "spec-trace", "build", "doctor")
+COMMANDS = ("run", "bench", "replay-inspect", "spec-trace", "build", "doctor")
 PAGES = [(), *((c, "--help") for c in COMMANDS), *((c, "--help-all") for c in COMMANDS)]
 
 
@@ -72,6 +72,6 @@ def test_ascii_terminals_get_ascii_boxes(child):
 
 
 def test_absent_commands_are_absent(child):
-    for name in ("bench", "serve"):
+    for name in ("eval", "serve"):
         done = child(name)
         assert done.status == 2 and f"No such command '{name}'" in done.err
