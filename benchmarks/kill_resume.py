@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 GRID = ("--swa-keep", "140,256,full", "--mtp", "0,1,3,5", "--batch-size", "1,8",
-        "--prompt-len", "32", "--gen-len", "4", "-r", "2")  # fmt: skip
+        "--prompt-len", "32", "--gen-len", "4", "-r", "2", "--warmup", "0")  # fmt: skip
 
 
 def command(folder: Path, grid: list[str]) -> list[str]:
@@ -34,6 +34,8 @@ def rows(folder: Path) -> list[dict[str, object]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--within", type=float, help="seconds of a run in which it is killed; "
+                        "default: those of the uninterrupted one")  # fmt: skip
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("grid", nargs="*", default=list(GRID), help="options of `deepinfer bench`")
     asked = parser.parse_args()
@@ -44,11 +46,12 @@ def main() -> int:
         subprocess.run(command(whole, asked.grid), check=True, stdout=subprocess.DEVNULL)
         seconds = time.perf_counter() - start
         print(f"uninterrupted: {len(rows(whole))} rows in {seconds:.0f} s", flush=True)
+        within = asked.within or seconds
         kept = []
         for kill in range(asked.kills):
             process = subprocess.Popen(command(cut, asked.grid), stdout=subprocess.DEVNULL)
             try:
-                process.wait(draw.uniform(0, seconds))
+                process.wait(draw.uniform(0, within))
                 break  # it ended before its time came
             except subprocess.TimeoutExpired:
                 process.kill()

@@ -85,11 +85,13 @@ def read_asked(
     beside: dict[str, Any] = {}
     if sweep is not None:
         grids, beside = axes.read_sweep(Path(sweep))
+        synthetic = synthetic or beside.pop("synthetic", None)
         unknown = next((key for key in beside if key not in _METHOD), None)
         if unknown:
             raise UsageError(
                 "sweep-unreadable", f"{Path(sweep).name}: {unknown} is not an entry",
-                [f"entries: {', '.join(_METHOD)}, and a table axes"], "deepinfer bench --help",
+                [f"entries: synthetic, {', '.join(_METHOD)}, and a table axes"],
+                "deepinfer bench --help",
             )  # fmt: skip
     texts = workload = None
     if prompts is not None:

@@ -1,11 +1,13 @@
 """`deepinfer bench`: options, the plan, documents, folders, resuming, exit codes."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from tests import t6
 
+ROOT = Path(__file__).parents[2]
 # Sizes that the tiny model can run: its window is 16 tokens, a page has 4.
 TINY = ("--set", "page_tokens=4", "--prompt-len", "40", "--gen-len", "3", "--swa-keep", "28")
 RATES = {"copy_gb_per_s": 10.0, "float32_gflop_per_s": 50.0}
@@ -132,6 +134,17 @@ def test_a_sweep_file_and_options_above_it(bench, tmp_path):
         (0, "code"), (2, "code"), (5, "chat"),
     ]  # fmt: skip
     assert {r["axes"]["batch_size"] for r in rows} == {3}
+
+
+SWEEPS = sorted((ROOT / "benchmarks" / "sweeps").glob("*.toml"))
+
+
+@pytest.mark.parametrize("file", SWEEPS, ids=lambda file: file.stem)
+def test_sweeps_of_the_clone_can_be_planned(cli, file):
+    done = cli("bench", "--sweep", file, "--accelerator", "cpu", "--dry-run")
+    assert done.status == 0, done.err
+    rows = done.out.count("\n") - 1
+    assert rows >= 4 and f"{rows} rows on" in done.err
 
 
 def test_prompts_of_a_user(bench, tmp_path):
