@@ -71,7 +71,7 @@ class Folder:
         kept, dropped = read_rows(self.path / "rows.jsonl", on_warning)
         good = {}
         for row in kept:
-            if row.get("status") == "failed" or row["row_id"] in good:
+            if row.get("status") != "ok" or row["row_id"] in good:
                 dropped += 1
             else:
                 good[row["row_id"]] = row
@@ -86,6 +86,12 @@ class Folder:
         if bad:
             self._write("samples.jsonl", [_line(one) for one in samples])
         return meta
+
+    def clear(self) -> None:
+        """Forget what an earlier run left."""
+        self.rows, self.samples = {}, {}
+        for name in ("rows.jsonl", "samples.jsonl", "summary.csv"):
+            (self.path / name).unlink(missing_ok=True)
 
     def write_meta(self, meta: Mapping[str, Any]) -> None:
         text = json.dumps(meta, indent=1, ensure_ascii=False, allow_nan=False)

@@ -40,13 +40,14 @@ Call = tuple[tuple[Any, ...], dict[str, Any], Any]
 
 @dataclass
 class Work:
-    """The calls of one op in a step, their FLOPs and bytes."""
+    """The calls of one op in a step, their FLOPs and bytes; steps: of one timing."""
 
     axes: dict[str, Any]
     op: Callable[..., Any]
     calls: list[Call]
     flops: int
     bytes: int
+    steps: int = 1
     seconds: list[float] = field(default_factory=list)
 
     def run(self) -> None:
@@ -105,31 +106,33 @@ def measure(
             if row_id(work.axes) not in folder.rows
         ]  # fmt: skip
         for work in works:
-            _seconds(work, floors)  # to warm up
+            _seconds(work)  # to warm up
         for repeat in range(repeats):
             for at, work in enumerate(works):
                 on_progress(
                     repeat * len(works) + at, repeats * len(works), f"{work.axes['op']} {count}"
                 )
-                work.seconds.append(_seconds(work, floors))
+                work.seconds.append(_seconds(work))
         for work in works:
             folder.add_row(_row(work, repeats, floors))
 
 
-def _seconds(work: Work, floors: Floors | None) -> float:
-    """Of the op's calls in one step: the mean of as many steps as take long enough."""
+def _seconds(work: Work) -> float:
+    """Of the op's calls in one step: the mean of steps that are queued one behind the other, so
+    many that a timing takes long enough (found out by the first one, which warms up)."""
     device = work.calls[0][0][0].device
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     with torch.inference_mode():
+        work.run()
         wait()
-        start, times = time.perf_counter(), 0
-        while True:
+        start = time.perf_counter()
+        for _ in range(work.steps):
             work.run()
-            times += 1
-            wait()
-            took = time.perf_counter() - start
-            if took >= _LEAST:
-                return took / times
+        wait()
+        took = (time.perf_counter() - start) / work.steps
+    if not work.seconds:
+        work.steps = max(int(_LEAST / took), 1)
+    return took
 
 
 def _row(work: Work, repeats: int, floors: Floors | None) -> dict[str, Any]:

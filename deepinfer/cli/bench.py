@@ -186,7 +186,7 @@ def command(
         method={"repeats": repeats, "warmup": warmup, "temperature": temperature},
     )  # fmt: skip
     if dry_run:
-        return bench_record.plan(output, asked, keep_going)
+        return bench_record.plan(output, asked, words[0], keep_going)
     old = _baseline(output, baseline)
     from deepinfer.report import bench as shown
 

@@ -23,9 +23,11 @@ from deepinfer.cli import bench_input
 from deepinfer.cli.bench_input import Asked
 from deepinfer.cli.output import Output
 from deepinfer.errors import UsageError
+from deepinfer.replay.plan import ReplayRule
 
 if TYPE_CHECKING:
     from deepinfer.engine.assembly import Model, Parts
+    from deepinfer.model.config import ModelConfig
     from deepinfer.settings import Settings
 
 __all__ = ["folder_of", "measured", "plan"]
@@ -37,8 +39,14 @@ _OPS_ROWS, _OPS_CONTEXT = (1, 32, 256), 512  # rows of a step, and tokens before
 _COPIES = 10  # of the weights that an engine may need: packed, and unpacked for torch
 
 
-def plan(output: Output, asked: Asked, keep_going: bool) -> int:
+def plan(output: Output, asked: Asked, what: str, keep_going: bool) -> int:
     """`--dry-run`: the rows and about how long they take; needs neither torch nor weights."""
+    if what != "e2e":
+        rows, context = _sizes_of_ops(asked)
+        several = ", ".join(map(str, rows))
+        output.say(f"ops of {several} rows behind {context} tokens, on every back end that can run")
+    if what == "ops":
+        return 0
     jobs = bench_input.jobs(output, asked, keep_going=keep_going)
     seconds = estimate(asked.config, jobs, _method(asked, keep_going))
     if output.mode == "json":
@@ -97,12 +105,15 @@ def measured(
         if mismatch:
             raise mismatch
     jobs = _jobs(output, asked, keep_going, short) if what != "ops" else []
-    if before is None:
-        folder.rows.clear()  # nothing tells that these were measured alike
-        folder.samples.clear()
+    if before is None and folder.taken:
+        output.warn("meta.json is missing or damaged: nothing tells how its rows were measured")
+        folder.clear()
     conditions = {"before": ceilings.conditions(accelerator)}
     rates = ceilings.measure(device)
     output.say(_said(rates))
+    floors = Floors(config, rates, device) if rates else None
+    for job in jobs[:_FEW] if floors and len(jobs) <= _FEW else []:
+        output.say(_best(config, job, floors))
     meta: dict[str, Any] = {
         **document(META, sys.argv[1:], asked.settings.as_json(), found),
         "model": asked.name,
@@ -119,7 +130,6 @@ def measured(
         meta["why"] = {"ceilings": "unknown device: no ceiling"}
     folder.write_meta(meta)
     prompts = Prompts(model.tokenizer(), config.bos_token_id, config.vocab_size)
-    floors = Floors(config, rates, device) if rates else None
     together = free_bytes(device) // 2 // (_COPIES * model.weight_bytes)
     method = replace(_method(asked, keep_going), together=int(together))
     said = {*asked.said}
@@ -179,8 +189,7 @@ def _ops(
         name for name, devices in registry.BACKENDS.items()
         if device in devices and (name in libraries or name not in registry.COMPILED)
     )  # fmt: skip
-    rows = bench_input.values_of(asked, "batch_size", _OPS_ROWS)
-    [context, *_] = bench_input.values_of(asked, "prompt_len", (_OPS_CONTEXT,))
+    rows, context = _sizes_of_ops(asked)
     sides = []
     try:
         for backend in bench_input.values_of(asked, "backend", here):
@@ -198,6 +207,12 @@ def _ops(
     finally:
         for side in sides:
             side.llm.close()
+
+
+def _sizes_of_ops(asked: Asked) -> tuple[Sequence[int], int]:
+    """Rows of a step, and tokens before them."""
+    rows = bench_input.values_of(asked, "batch_size", _OPS_ROWS)
+    return rows, bench_input.values_of(asked, "prompt_len", (_OPS_CONTEXT,))[0]
 
 
 def _model(asked: Asked) -> Model:
@@ -234,6 +249,20 @@ def _told(asked: Asked) -> dict[str, Any]:
 
 def _method(asked: Asked, keep_going: bool) -> Method:
     return Method(**_told(asked), keep_going=keep_going)
+
+
+def _best(config: ModelConfig, job: Job, floors: Floors) -> str:
+    """What the ceilings allow a row at best, drafts all verified."""
+    axes = job.axes
+    length, batch = axes["prompt_len"], axes["batch_size"]
+    if length is None:
+        return "at best: not known for prompts of any length"
+    rule = ReplayRule.of(config, axes["replay_mode"], axes["swa_keep"])
+    page, replay = job.settings.page_tokens, job.settings.encoder_replay
+    plan = rule.plan_with_hit(length, axes["cached"], page, replay)
+    prefill = floors.prefill(plan, batch) * 1e3
+    step = floors.decode(length + axes["gen_len"] / 2, batch, 1 + axes["mtp"]) * 1e3
+    return f"at best, by bytes and FLOPs: prefill {prefill:,.4g} ms, a decoding step {step:,.3g} ms"
 
 
 def _said(rates: Mapping[str, float] | None) -> str:

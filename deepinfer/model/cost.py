@@ -227,9 +227,7 @@ def held_bytes(config: ModelConfig, tokens: int, rollback: int, drafts: bool) ->
     """Bytes that the state of a request of `tokens` tokens takes, draft windows with it if it
     drafts."""
     stages = config.num_nextn_predict_layers if drafts else 0
-    return round(
-        fixed_bytes(config, rollback, stages) + growing_bytes_per_token(config) * tokens
-    )
+    return round(fixed_bytes(config, rollback, stages) + growing_bytes_per_token(config) * tokens)
 
 
 def _windows(rows: int, window: int) -> int:

@@ -85,6 +85,14 @@ def test_a_damaged_meta_is_none(folder):
         assert again(folder)[1] is None
 
 
+def test_clearing_leaves_nothing_to_go_on_with(folder):
+    folder.add_row(row())
+    folder.add_sample("x", 0, {})
+    folder.clear()
+    fresh, _, said = again(folder)
+    assert (fresh.rows, fresh.samples, said) == ({}, {}, [])
+
+
 def test_csv_reads_back_with_commas_quotes_and_other_alphabets(folder):
     folder.add_row(row(workload='a, "b"\n中文'))
     folder.add_row(row(swa_keep="full"))
