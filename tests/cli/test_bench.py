@@ -237,3 +237,40 @@ def test_single_ops(bench, valid):
     for op in ("moe", "hc_mix"):
         assert rows[op, 4]["flops"] == 4 * rows[op, 1]["flops"]
         assert rows[op, 1]["bytes"] < rows[op, 4]["bytes"] < 4 * rows[op, 1]["bytes"]
+
+
+def test_a_folder_that_cannot_be_written_is_said_before_the_run(bench, tmp_path):
+    (tmp_path / "f").write_text("")
+    done = bench("--out", "f/x", "--json")
+    assert done.status == 2
+    assert json.loads(done.out)["error"]["code"] == "out-not-written"
+
+
+def test_a_damaged_meta_costs_the_rows(bench, tmp_path):
+    ask = ("--mtp", "0", "-r", "1", "--warmup", "0", "--out", "o", "-q")
+    assert bench(*ask).status == 0
+    (tmp_path / "o" / "meta.json").write_text("{")
+    done = bench(*ask, "--resume")
+    assert done.status == 0 and len(lines(tmp_path / "o")) == 1
+
+
+def test_a_session_has_a_history_unless_told_otherwise(bench):
+    def plan(*args):
+        return json.loads(bench("--workload", "agent", *args, "--dry-run", "--json").out)["rows"]
+
+    assert [row["axes"]["cached"] for row in plan()] == [30]
+    assert [row["axes"]["cached"] for row in plan("--cached", "0,50%")] == [0, 20]
+
+
+def test_the_plan_has_a_schema(bench, valid):
+    done = bench("--mtp", "0-2", "--dry-run", "--json")
+    document = valid("bench-plan", json.loads(done.out))
+    assert len({row["row_id"] for row in document["rows"]}) == 3
+
+
+def test_a_bar_on_a_terminal_only(terminal, model):
+    ask = ("bench", "-m", model, "--accelerator", "cpu", *TINY, "--mtp", "0", "-r", "1")
+    shown = terminal(*ask, "--out", model.parent / "on", fake=False, OMP_NUM_THREADS="1")
+    assert shown.status == 0 and "warming up" in shown.out and "TTFT ms" in shown.out
+    bare = terminal(*ask, "--out", model.parent / "off", "--no-progress", fake=False)
+    assert bare.status == 0 and "warming up" not in bare.out
