@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from deepinfer.settings import Settings
     from deepinfer.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["Size", "model_of", "parts", "read_size"]
+__all__ = ["Size", "model_of", "parts", "read_size", "simulated"]
 
 PUBLISHED = EMBEDDED / "v41-flash.json"
 HALF = 20  # layers of each half of the published model
@@ -156,6 +156,41 @@ def model_of(size: Size, drafts: bool, seed: int = 0) -> Random:
         return Random(size, like.config, drafts, seed, like)
     config = ModelConfig.from_dict(slice_config(size), f"the configuration of {size}")
     return Random(size, config, drafts, seed)
+
+
+def simulated(parts: Parts, length: float, block: int) -> Parts:
+    """The parts of an engine whose drafts stand by a seeded draw, whatever they say.
+
+    length: tokens a target step, bonus included, on average where it verifies `block` drafts; a
+    shorter draft gets what such a drafter would give. Raises UsageError
+    `accepted-length-impossible`; parts that draft nothing are given back.
+    """
+    chance = chance_of(length, block)
+    if parts.drafting is None:
+        return parts
+    return replace(parts, drafting=replace(parts.drafting, chance=chance))
+
+
+def chance_of(length: float, drafts: int) -> float:
+    """The chance a of each draft, given that all before it stand: 1 + a + ... + a^drafts = length.
+
+    Raises UsageError `accepted-length-impossible`.
+    """
+    if not 1 <= length <= drafts + 1:
+        raise UsageError(
+            "accepted-length-impossible",
+            f"--accepted-length {length:g} cannot be reached",
+            [f"a step that verifies {drafts} drafts gives 1 to {drafts + 1} tokens"],
+            "--accepted-length 3.51",
+        )
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        if sum(middle**j for j in range(drafts + 1)) < length:
+            low = middle
+        else:
+            high = middle
+    return high
 
 
 def parts(settings: Settings, size: Size, warn: Callable[[str], object], seed: int = 0) -> Parts:

@@ -166,6 +166,7 @@ class Device:
             self._scores(slots, most),
             self._rules.verify if self._rules else "coupled",  # without drafts all rules agree
             most + 1,
+            self._rules.chance if self._rules else None,
         )
         counts = judged.accepted + torch.where(judged.broken, 0, 1)
         counts, ended = live.take(slots, judged.tokens, counts)

@@ -24,6 +24,10 @@ class Block(Protocol):
     def slot(self, i: int, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
+def _temperature(rules: DraftRules, i: int) -> float:
+    return rules.temperatures[min(i, len(rules.temperatures) - 1)]
+
+
 @dataclass(frozen=True, slots=True)
 class Drafted:
     """Drafts of R requests, n of each: ids int64 (-1: broken numbers), raw confidences float32 and
@@ -56,6 +60,8 @@ def draft(
     before = newest
     for i in range(count):
         logits, confidence = block.slot(i, before)
+        if rules.chance is not None:
+            confidence = torch.full_like(confidence, rules.chance).logit() * _temperature(rules, i)
         so_far = torch.stack(ids, 1) if ids else newest.new_zeros((len(newest), 0))
         chosen, score = propose(logits, rows(i, so_far), i, rules.verify)
         before = chosen.clamp_min(0)

@@ -26,13 +26,18 @@ _BLOCKS = 24  # blocks of drafts that a budget rests on, at least
 @dataclass(frozen=True, slots=True)
 class DraftRules:
     """How drafts are made and chosen: settings mtp, verify, mtp_varlen, mtp_threshold and
-    mtp_temperature (one for all drafts, or one per draft)."""
+    mtp_temperature (one for all drafts, or one per draft).
+
+    chance: for measuring alone, the chance that a draft stands if all before it do, whatever it
+    says; confidences tell it then. None: the target decides.
+    """
 
     length: int
     verify: str = "rejection"
     varlen: bool = False
     threshold: float | None = None
     temperatures: tuple[float, ...] = (1.0,)
+    chance: float | None = None
 
 
 def confidences(logits: Sequence[float], temperatures: Sequence[float]) -> list[float]:

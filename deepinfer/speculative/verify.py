@@ -82,6 +82,7 @@ def verify(
     scores: torch.Tensor | None,
     rule: str,
     most: int,
+    chance: float | None = None,
 ) -> Judged:
     """Judge the first `shares` drafts of every request, none where it is 0.
 
@@ -90,7 +91,8 @@ def verify(
     shares[r] < most. Whatever other rows there are is computed and ignored. drafts: int64 [R, K];
     -1 never stands. scores: float64 [R, K, vocab], what `propose` gave for them; None will do where
     all requests with a share are greedy or coupled. rule: "rejection" or "coupled" for requests
-    with a temperature; others are greedy. Raises ValueError if rows and logits differ in number.
+    with a temperature; others are greedy. chance: see `DraftRules`; the same work is done, and a
+    seeded draw decides. Raises ValueError if rows and logits differ in number.
     """
     if len(rows) != logits.shape[0]:
         raise ValueError(f"{len(rows)} rows named, {logits.shape[0]} given")
@@ -113,6 +115,8 @@ def verify(
             own[block], stands[block] = _reject(
                 logits[block], rows.at(block), asked[block], flat[cells[block]]
             )
+    if chance is not None:
+        stands = rows.uniform(rng.ACCEPT) < chance
     stands = (stands & (asked >= 0))[place.masked_fill(~judged, 0)] & judged
     accepted = stands.to(torch.int64).cumprod(dim=-1).sum(dim=-1)
     last = own[first + accepted]

@@ -118,3 +118,19 @@ def test_tiny_has_the_embedded_sizes_and_its_tokenizer():
     assert model.config == ModelConfig.from_dict(data)
     assert model.tokenizer().encode("def f(x):") and len(model.token_map()) == 4096
     assert model.identity() != model_of(Size(), True, seed=1).identity()
+
+
+# simulated acceptance
+
+
+@pytest.mark.parametrize("length", [1.0, 1.5, 3.51, 6.0])
+def test_the_chance_gives_the_length(length):
+    chance = synthetic.chance_of(length, 5)
+    assert sum(chance**j for j in range(6)) == pytest.approx(length)
+
+
+@pytest.mark.parametrize("length", [0.9, 6.1, float("nan")])
+def test_lengths_that_no_step_gives_are_refused(length):
+    with pytest.raises(UsageError) as caught:
+        synthetic.chance_of(length, 5)
+    assert caught.value.code == "accepted-length-impossible"
