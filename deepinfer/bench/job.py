@@ -40,7 +40,7 @@ class Job:
     @property
     def engine(self) -> tuple[object, ...]:
         """Rows with the same have one engine."""
-        names = (*settings_axes(), "model", "synthetic")
+        names = (*settings_axes(), "model", "synthetic", "accepted_length")
         return tuple(self.axes.get(name) for name in names)
 
 

@@ -78,6 +78,10 @@ Synthetic = _text(
     "Model", "--synthetic", metavar="SIZE",
     help="Random weights: flash-slice, flash-slice:E+D (real widths), tiny.",
 )  # fmt: skip
+AcceptedLength = _text(
+    "Speculation", "--accepted-length", metavar="X", min=1.0, hidden=True,
+    help="Tokens a step by a seeded draw, whatever is drafted; every row says it.",
+)  # fmt: skip
 Temperature = _text(
     "Sampling", "-t", "--temperature", metavar="X", min=0.0, help="Default: 0, greedy.", hidden=True
 )
@@ -127,6 +131,7 @@ def command(
     prompts: Annotated[str | None, Prompts] = None,
     sweep: Annotated[str | None, SweepFile] = None,
     synthetic: Annotated[str | None, Synthetic] = None,
+    accepted_length: Annotated[float | None, AcceptedLength] = None,
     temperature: Annotated[float | None, Temperature] = None,
     mtp: Annotated[str | None, Mtp] = None,
     mtp_varlen: Annotated[str | None, MtpVarlen] = None,
@@ -182,7 +187,8 @@ def command(
             "accelerator": accelerator, "batch_invariant": batch_invariant, "overlap": overlap,
             "backend": backend, "dtype": dtype,
         },
-        sweep=sweep, prompts=prompts, synthetic=synthetic, runs=not dry_run,
+        sweep=sweep, prompts=prompts, synthetic=synthetic,
+        accepted_length=accepted_length, runs=not dry_run,
         method={"repeats": repeats, "warmup": warmup, "temperature": temperature},
     )  # fmt: skip
     if dry_run:

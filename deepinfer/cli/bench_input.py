@@ -49,7 +49,7 @@ _SILENT = ("log_level", "config", "no_progress", "debug", "build_dir", "jit_cach
 class Asked:
     """A checked question. grids: of which rows are made; given: axes that somebody chose; method:
     repeats, warmup, temperature; folder: of the checkpoint, None with random weights of a synthetic
-    size; said: warnings so far."""
+    size; accepted_length: what simulated acceptance gives; said: warnings so far."""
 
     settings: Settings
     chosen: Chosen
@@ -60,6 +60,7 @@ class Asked:
     accelerator: str
     folder: Path | None
     synthetic: Size | None
+    accepted_length: float | None
     name: str
     config: ModelConfig
     texts: tuple[str, ...] | None
@@ -69,8 +70,8 @@ class Asked:
 
 def read_asked(
     output: Output, chosen: Chosen, environ: Mapping[str, str], words: Mapping[str, str | None], *,
-    sweep: str | None, prompts: str | None, synthetic: str | None, method: Mapping[str, Any],
-    runs: bool,
+    sweep: str | None, prompts: str | None, synthetic: str | None, accepted_length: float | None,
+    method: Mapping[str, Any], runs: bool,
 ) -> Asked:  # fmt: skip
     """Check every word. runs: not only a plan, so torch is asked what it can use.
 
@@ -86,11 +87,12 @@ def read_asked(
     if sweep is not None:
         grids, beside = axes.read_sweep(Path(sweep))
         synthetic = synthetic or beside.pop("synthetic", None)
+        accepted_length = accepted_length or beside.pop("accepted_length", None)
         unknown = next((key for key in beside if key not in _METHOD), None)
         if unknown:
             raise UsageError(
                 "sweep-unreadable", f"{Path(sweep).name}: {unknown} is not an entry",
-                [f"entries: synthetic, {', '.join(_METHOD)}, and a table axes"],
+                [f"entries: synthetic, accepted_length, {', '.join(_METHOD)}, and a table axes"],
                 "deepinfer bench --help",
             )  # fmt: skip
     texts = workload = None
@@ -106,6 +108,10 @@ def read_asked(
     whole = [{**_defaults({**grid, **given}, texts), **grid, **given} for grid in grids]
     accelerator = _accelerator(settings, whole, runs)
     folder, size, name, config = _model(output, settings, synthetic, accelerator)
+    if accepted_length is not None:
+        from deepinfer.bench.synthetic import chance_of
+
+        chance_of(accepted_length, config.dspark_block_size)  # it refuses what cannot be
     return Asked(
         settings=settings,
         chosen=chosen,
@@ -116,6 +122,7 @@ def read_asked(
         accelerator=accelerator,
         folder=folder,
         synthetic=size,
+        accepted_length=accepted_length,
         name=name,
         config=config,
         texts=texts,
@@ -254,6 +261,7 @@ def _axes(asked: Asked, values: Mapping[str, Any], settings: Settings) -> dict[s
         "workload": asked.workload or values["workload"],
         "model": asked.name,
         "synthetic": str(asked.synthetic) if asked.synthetic else None,
+        "accepted_length": asked.accepted_length if drafts else None,
     }
 
 

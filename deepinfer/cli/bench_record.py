@@ -229,13 +229,16 @@ def _model(asked: Asked) -> Model:
 
 def _parts(asked: Asked, settings: Settings, warn: Callable[[str], object]) -> Parts:
     """Of one engine."""
-    if asked.synthetic:
-        from deepinfer.bench import synthetic
-
-        return synthetic.parts(settings, asked.synthetic, warn)
+    from deepinfer.bench import synthetic
     from deepinfer.engine.assembly import assemble
 
-    return assemble(settings, warn)
+    if asked.synthetic:
+        parts = synthetic.parts(settings, asked.synthetic, warn)
+    else:
+        parts = assemble(settings, warn)
+    if asked.accepted_length is None:
+        return parts
+    return synthetic.simulated(parts, asked.accepted_length, asked.config.dspark_block_size)
 
 
 def _jobs(output: Output, asked: Asked, keep_going: bool, short: bool) -> list[Job]:

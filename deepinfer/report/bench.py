@@ -18,6 +18,7 @@ from deepinfer.report.bench_rows import (
     label,
     median,
     spread,
+    values,
     varying,
     word,
 )
@@ -28,6 +29,7 @@ __all__ = ["FORMATS", "csv", "markdown", "notes", "table", "tables"]
 FORMATS = ("table", "md", "csv", "json", "jsonl")
 STEADY = (0.98, 1.02)
 MOVED = 0.03
+_NAMED = 3  # rows with one kind of remark; of others there is the number
 _UPRIGHT = 3  # so many rows stand side by side, more lie below each other
 
 Cell = Callable[[Row], str]
@@ -72,17 +74,21 @@ def notes(meta: Mapping[str, Any], rows: Sequence[Row]) -> list[str]:
     """What a reader has to know before believing a number, a line each."""
     names, found = varying(rows), []
     moved = [
-        f"{name} {percent(abs(after / before - 1))}"
+        f"{_unit(name)} {percent(abs(after / before - 1))}"
         for name, before, after in ceilings(meta)
         if before and after and abs(after / before - 1) > MOVED
     ]
     if moved:
         found.append(
-            f"the ceilings moved by more than {MOVED:.0%} during the run ({', '.join(moved)}): "
-            "its numbers are void, run it again on a quiet machine"
+            f"the ceilings moved by more than {percent(MOVED)} during the run "
+            f"({', '.join(moved)}): its numbers are void, run it again on a quiet machine"
         )
-    for row in rows:
-        found += [f"{label(row, names)}: {text}" for text in _remarks(row)]
+    for what, remark in REMARKS.items():
+        said = [(row, remark(row)) for row in rows if remark(row)]
+        for row, text in said[:_NAMED]:
+            found.append(f"{label(row, names)}: {text}" if names else str(text))
+        if said[_NAMED:]:
+            found.append(f"{what}: {len(said) - _NAMED} rows more")
     sizes = sorted({row["axes"]["synthetic"] for row in rows if row["axes"].get("synthetic")})
     if sizes:
         found.append(f"synthetic: random weights ({', '.join(sizes)}), no answer means anything")
@@ -222,7 +228,7 @@ def _table(rows: Sequence[Row], title: str, columns: Sequence[tuple[str, Cell]])
         (*(word(row["axes"].get(name)) for name in names), *(line[at] for at in used))
         for row, line in zip(rows, cells, strict=True)
     ]
-    shared = _shared(rows, names) if columns is not WORK else ""
+    shared = _shared(rows) if columns is not WORK else ""
     return tuple(heads), lines, f"{title}: {shared}" if shared else title
 
 
@@ -232,32 +238,44 @@ def _upright(rows: Sequence[Row], columns: Sequence[tuple[str, Cell]]) -> Table:
     heads = ("measure", *((label(row, names) for row in rows) if names else ("value",)))
     lines = [(name, *(cell(row) for row in rows)) for name, cell in columns]
     lines = [line for line in lines if any(cell != "-" for cell in line[1:])]
-    return heads, lines, _shared(rows, names)
+    return heads, lines, _shared(rows)
 
 
-def _shared(rows: Sequence[Row], names: Sequence[str]) -> str:
+def _shared(rows: Sequence[Row]) -> str:
+    """The axes that say something and are alike in all rows."""
     axes = rows[0]["axes"]
-    return label(rows[0], [n for n in axes if n not in names and axes[n] not in (None, [], {})])
+    return label(rows[0], [n for n in axes if axes[n] is not None and values(rows, n) == 1])
 
 
-def _remarks(row: Row) -> list[str]:
-    found = []
-    if not good(row):
-        error = row.get("error") or {}
-        why = error.get("message") or error.get("code") or "nothing was measured"
-        found.append(f"{row.get('status')}: {why}")
-    if row.get("outliers"):
-        found.append(
-            f"{row['outliers']} samples are statistical outliers: something else may have used the "
-            "machine, run again when it is quiet"
-        )
+def _unmeasured(row: Row) -> str | None:
+    if good(row):
+        return None
+    error = row.get("error") or {}
+    why = error.get("message") or error.get("code") or "nothing was measured"
+    return f"{row.get('status')}: {why}"
+
+
+def _outliers(row: Row) -> str | None:
+    count = row.get("outliers")
+    return count and (
+        f"{count} samples are statistical outliers: something else may have used the machine, run "
+        "again when it is quiet"
+    )
+
+
+def _unsteady(row: Row) -> str | None:
     ratio = row.get("self_ratio")
-    if ratio is not None and not STEADY[0] <= ratio <= STEADY[1]:
-        found.append(
-            f"not steady: its repeats against themselves give {ratio:.3f} (0.98 to 1.02), compare "
-            "it with nothing"
-        )
-    return found
+    if ratio is None or STEADY[0] <= ratio <= STEADY[1]:
+        return None
+    return (
+        f"not steady: its repeats against themselves give {ratio:.3f} (0.98 to 1.02), compare it "
+        "with nothing"
+    )
+
+
+REMARKS: dict[str, Callable[[Row], str | None]] = {
+    "not measured": _unmeasured, "with outliers": _outliers, "not steady": _unsteady,
+}  # fmt: skip
 
 
 def _simulated(row: Row) -> float | None:
@@ -292,7 +310,7 @@ def markdown(
     known = ceilings(meta)
     if known:
         lines = [
-            (name.replace("_per_s", "/s").replace("_", " "), *map(_maybe, (before, after)),
+            (_unit(name), *map(_maybe, (before, after)),
              percent(abs(after / before - 1)) if before and after else "-")
             for name, before, after in known
         ]  # fmt: skip
@@ -336,6 +354,12 @@ def _facts(meta: Mapping[str, Any], rows: Sequence[Row]) -> str:
         ("rows", counts),
     )
     return "".join(f"* {name}: {_escaped(str(value))}\n" for name, value in facts if value)
+
+
+def _unit(ceiling: str) -> str:
+    """`copy_gb_per_s` as a reader writes it: `copy GB/s`."""
+    name, _, rate = ceiling.removesuffix("_per_s").rpartition("_")
+    return f"{name} {rate[0].upper() + rate[1:].replace('b', 'B').replace('flop', 'FLOP')}/s"
 
 
 def _maybe(value: float | None) -> str:

@@ -114,8 +114,9 @@ def _pareto(
     _numbers(figure, axes, places)
     axes.set_xlabel(across[0])
     axes.set_ylabel(upward[0])
-    _finish(figure, axes, rows, f"{title}\npoints: {_spelled(load)}; bars: 5th to 95th percentile",
-            hidden)  # fmt: skip
+    how = f"points: {_spelled(load)}; bars: 5th to 95th percentile"
+    how += "; dashed: the best ceiling of these points" * bool(ceiling)
+    _finish(figure, axes, rows, f"{title}\n{how}", hidden)
     head = ("curve", load, *_heads(across[1]), *_heads(upward[1]), "ceiling_x", "ceiling_y")
     return save_figure(figure, base, head, table)
 
@@ -130,7 +131,7 @@ def _frontier(axes: Any, points: Sequence[tuple[float, float]], early: bool) -> 
     (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
     whole = [(kept[0][0], bottom), *kept, (right if early else left, kept[-1][1])]
     axes.plot(*zip(*whole, strict=True), color=GREY, linestyle="--", linewidth=1.2,
-              label="measured ceiling, best of these points")  # fmt: skip
+              label="measured ceiling")  # fmt: skip
     axes.set(xlim=(left, right), ylim=(bottom, top))
 
 
@@ -184,7 +185,7 @@ def _depth(rows: Sequence[Row], base: Path) -> list[Path]:
 def _speedups(rows: Sequence[Row], folder: Path) -> list[Path]:
     """A matrix of output tokens a second for each value of the other axes."""
     found = [row for row in rows if median(row.get("output_tok_s"))]
-    others = [name for name in varying(found) if name not in ("swa_keep", "mtp", "verify")]
+    others = [name for name in varying(found) if name not in ("swa_keep", "mtp")]
     groups: dict[str, list[Row]] = {}
     for row in found:
         groups.setdefault(label(row, others), []).append(row)

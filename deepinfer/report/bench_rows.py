@@ -14,7 +14,19 @@ from typing import Any
 
 from deepinfer.errors import UsageError
 
-__all__ = ["Row", "Saved", "good", "key", "label", "median", "read", "spread", "varying", "word"]
+__all__ = [
+    "Row",
+    "Saved",
+    "good",
+    "key",
+    "label",
+    "median",
+    "read",
+    "spread",
+    "values",
+    "varying",
+    "word",
+]
 
 Row = Mapping[str, Any]
 SCHEMA = "deepinfer.bench.row/1"
@@ -24,6 +36,10 @@ WORDS = {
     "replay_mode": "mode", "mtp_varlen": "varlen", "batch_invariant": "invariant",
     "accepted_length": "simulated length",
 }  # fmt: skip
+
+
+# Axes that another one decides: no drafts, no rule; nothing is cut, no mode.
+DECIDED = {"replay_mode": "swa_keep", "verify": "mtp", "accepted_length": "mtp"}
 
 
 @dataclass(frozen=True)
@@ -76,9 +92,22 @@ def key(row: Row) -> str:
 
 
 def varying(rows: Sequence[Row]) -> list[str]:
-    """The axes whose values differ between the rows, in the order of the rows' own keys."""
+    """The axes whose values differ between the rows, in the order of the rows' own keys.
+
+    Without those that say nothing more, as a mode that is off where all is kept.
+    """
     names = list(dict.fromkeys(name for row in rows for name in row["axes"]))
-    return [name for name in names if len({word(row["axes"].get(name)) for row in rows}) > 1]
+
+    def decided(name: str) -> bool:
+        by = DECIDED.get(name)
+        return by is not None and values(rows, by, name) == values(rows, by)
+
+    return [name for name in names if values(rows, name) > 1 and not decided(name)]
+
+
+def values(rows: Sequence[Row], *names: str) -> int:
+    """Different combinations of values of some axes."""
+    return len({tuple(word(row["axes"].get(name)) for name in names) for row in rows})
 
 
 def label(row: Row, names: Sequence[str]) -> str:

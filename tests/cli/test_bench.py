@@ -182,6 +182,8 @@ def test_baseline(bench, tmp_path):
         (("--max-regression", "x", "--baseline", "y"), "bad-option"),
         (("--baseline", "nothing"), "bench-missing"),
         (("--prompts", "p.jsonl", "--workload", "code"), "bad-usage"),
+        (("--accepted-length", "6.5"), "accepted-length-impossible"),
+        (("--synthetic", "tiny"), "bad-usage"),
     ],
 )  # fmt: skip
 def test_mistakes(bench, args, code):
@@ -274,3 +276,22 @@ def test_a_bar_on_a_terminal_only(terminal, model):
     assert shown.status == 0 and "warming up" in shown.out and "TTFT ms" in shown.out
     bare = terminal(*ask, "--out", model.parent / "off", "--no-progress", fake=False)
     assert bare.status == 0 and "warming up" not in bare.out
+
+
+def test_simulated_acceptance_is_said_in_every_row(bench, valid, tmp_path):
+    ask = ("-r", "1", "--warmup", "0", "--no-plot", "--gen-len", "13", "--report")
+    done = bench(*ask, "--mtp", "0,5", "--accepted-length", "6", "--json", "--out", "o")
+    assert done.status == 0, done.err
+    plain, drafted = valid("bench", json.loads(done.out))["rows"]
+    assert (plain["axes"]["accepted_length"], drafted["axes"]["accepted_length"]) == (None, 6.0)
+    # Every draft stands; the last step may have fewer.
+    assert drafted["accepted_length"]["median"] >= 5
+    assert plain["row_id"] != drafted["row_id"]
+    page = (tmp_path / "o" / "report.md").read_text()
+    assert "seeded draw of mean length 6" in page and "| simulated" in page
+
+
+def test_a_sweep_of_random_weights_can_be_planned(cli):
+    done = cli("bench", "--synthetic", "flash-slice:6+6", "--accepted-length", "3.51", "--dry-run",
+               "--accelerator", "cpu", "--mtp", "0,5")  # fmt: skip
+    assert done.status == 0, done.err

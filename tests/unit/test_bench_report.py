@@ -73,6 +73,19 @@ def test_many_rows_have_columns_for_the_axes_that_differ():
     assert ops[0][:3] == ("op", "backend", "rows") and len(ops[1]) == 24
 
 
+def test_axes_that_another_one_decides_are_no_columns():
+    rows = [
+        benched.row(swa_keep=keep, replay_mode="off" if keep == "full" else "compact", mtp=mtp,
+                    verify="coupled" if mtp else None)
+        for keep in (140, "full") for mtp in (0, 5)
+    ]  # fmt: skip
+    heads, _, title = bench.tables(rows)[0]
+    assert heads[:3] == ("keep", "mtp", "TTFT ms")
+    assert ", mode " not in title and "verify" not in title
+    masked = [*rows, benched.row(replay_mode="mask")]
+    assert bench_rows.varying(masked) == ["swa_keep", "replay_mode", "mtp"]
+
+
 def test_what_is_missing_is_a_dash_and_never_a_zero():
     row = benched.row(mtp=0)
     row |= {"tpot_ms": None, "ceiling_fraction": None, "kv_bytes": None, "why": {"tpot_ms": "one"}}
@@ -128,10 +141,15 @@ def test_remarks_name_what_spoils_a_row():
     rows[2] |= {"status": "failed", "error": {"code": "kv-too-small", "message": "does not fit"}}
     rows[3] |= {"status": "empty"}
     found = bench.notes({}, rows)
-    assert len(found) == 4 and "batch 1, keep 140, mtp 0: 2 samples are stat" in found[0]
-    assert "1.060" in found[1] and "does not fit" in found[2] and "empty" in found[3]
+    assert len(found) == 4 and "batch 1, keep 140, mtp 0: 2 samples are stat" in found[2]
+    assert "does not fit" in found[0] and "empty" in found[1] and "1.060" in found[3]
     told = [line[-1] for line in bench.tables(rows)[0][1]]
     assert told[:5] == ["outliers 2", "not steady", "failed", "empty", "ok"]
+    for row in rows[4:]:
+        row |= {"self_ratio": 0.9, "steady": False}
+    assert bench.notes({}, rows)[-1] == "not steady: 18 rows more"
+    alone = bench.notes({}, [rows[1]])
+    assert alone[0].startswith("not steady: its repeats")
 
 
 def test_every_row_says_that_it_is_synthetic():
@@ -148,7 +166,7 @@ def test_the_page_holds_facts_ceilings_tables_pictures_and_terms():
     text = bench.markdown(benched.meta(), rows, files)
     assert text.startswith("# Benchmark of embedded\n")
     for part in (
-        "deepinfer bench --mtp 0,5", "0123456789ab", "A processor, 2 cores", "| copy gb/s |",
+        "deepinfer bench --mtp 0,5", "0123456789ab", "A processor, 2 cores", "| copy GB/s |",
         "![decode pareto](figures/decode%20pareto.png)", "medians of 5 repeats",
         "DEEPINFER_USE_NEXTN_DECODE=5", "24 measured", "tokens committed / target steps",
     ):  # fmt: skip
