@@ -273,8 +273,15 @@ def _unsteady(row: Row) -> str | None:
     )
 
 
+def _differing(row: Row) -> str | None:
+    if row.get("same_answers") is not False:
+        return None
+    return "its repeats gave different answers: they did not do the same work"
+
+
 REMARKS: dict[str, Callable[[Row], str | None]] = {
     "not measured": _unmeasured, "with outliers": _outliers, "not steady": _unsteady,
+    "differing": _differing,
 }  # fmt: skip
 
 
