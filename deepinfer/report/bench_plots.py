@@ -107,7 +107,8 @@ def _pareto(
             places.append((here["median"], there["median"], word(row["axes"].get(load))))
             table.append([curve.name, row["axes"].get(load), *_three(here), *_three(there),
                           *(found or (None, None))])  # fmt: skip
-    axes.plot(*zip(*ceiling, strict=True), ".", color=GREY, markersize=3) if ceiling else None
+    if ceiling:
+        axes.plot(*zip(*ceiling, strict=True), ".", color=GREY, markersize=3)
     _logarithmic(axes)
     if ceiling:
         _frontier(axes, ceiling, part == "prefill")
@@ -149,7 +150,8 @@ def _numbers(figure: Any, axes: Any, places: Sequence[tuple[float, float, str]])
 
 def _depth(rows: Sequence[Row], base: Path) -> list[Path]:
     """How speed falls with the length of the context, prefill and decode."""
-    lengths = {row["axes"].get("prompt_len") for row in rows}
+    rows = [row for row in rows if row["axes"].get("prompt_len")]
+    lengths = {row["axes"]["prompt_len"] for row in rows}
     if len(lengths) < 2:
         return []
     curves, hidden = _curves(rows, "prompt_len")

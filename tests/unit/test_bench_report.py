@@ -201,10 +201,15 @@ def test_every_picture_has_its_table(tmp_path):
     assert [float(x["speedup"]) for x in framed] == [1.0, 1.0] and len(matrix) == 24
 
 
+def own_texts():
+    """Changes of a row about prompts of a user, which are as long as they are."""
+    return {"axes": {**benched.row()["axes"], "prompt_len": None}}
+
+
 def test_depth_is_drawn_where_lengths_differ(tmp_path):
     rows = [benched.row(prompt_len=n, mtp=m) for n in (1024, 4096, 16384) for m in (0, 5)]
     rows[0] |= {"tpot_ms": None}
-    bench_plots.write({}, rows, tmp_path)
+    bench_plots.write({}, [*rows, benched.row() | own_texts()], tmp_path)
     found = read_csv(tmp_path / "context-depth.csv")
     assert len(found) == 11 and {line["part"] for line in found} == {"prefill", "decode"}
     assert not (tmp_path / "speedup-keep-mtp.png").exists()
