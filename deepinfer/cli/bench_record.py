@@ -42,8 +42,8 @@ _COPIES = 10  # of the weights that an engine may need: packed, and unpacked for
 def plan(output: Output, asked: Asked, what: str, keep_going: bool) -> int:
     """`--dry-run`: the rows and about how long they take; needs neither torch nor weights."""
     if what != "e2e":
-        rows, context = _sizes_of_ops(asked)
-        several = ", ".join(map(str, rows))
+        sizes, context = _sizes_of_ops(asked)
+        several = ", ".join(map(str, sizes))
         output.say(f"ops of {several} rows behind {context} tokens, on every back end that can run")
     if what == "ops":
         return 0
@@ -112,8 +112,9 @@ def measured(
     rates = ceilings.measure(device)
     output.say(_said(rates))
     floors = Floors(config, rates, device) if rates else None
-    for job in jobs[:_FEW] if floors and len(jobs) <= _FEW else []:
-        output.say(_best(config, job, floors))
+    if floors and len(jobs) <= _FEW:
+        for job in jobs:
+            output.say(_best(config, job, floors))
     meta: dict[str, Any] = {
         **document(META, sys.argv[1:], asked.settings.as_json(), found),
         "model": asked.name,

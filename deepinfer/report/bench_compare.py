@@ -174,6 +174,14 @@ def _paired(a: Saved, b: Saved) -> list[tuple[Row, Row]]:
         only = [row for at, row in first.items() if at not in second]
         new = [row for at, row in second.items() if at not in first]
         raise _unlike(only, new, f"{a.name} and {b.name}")
+    asked = {at: row.get("prompt_digest") for at, row in first.items()}
+    other = [row for at, row in second.items() if row.get("prompt_digest") != asked[at]]
+    if any(asked.values()) and other:
+        raise UsageError(
+            "bench-unlike", f"{a.name} and {b.name} asked other prompts",
+            [f"{len(other)} rows have the same axes and another prompt_digest"],
+            "run both with one version of the prompts, and compare again",
+        )  # fmt: skip
     return [(row, second[at]) for at, row in first.items()]
 
 
@@ -206,6 +214,7 @@ def _facts(meta: Mapping[str, Any]) -> dict[str, str]:
     here = meta.get("environment") or {}
     facts = {"version": meta.get("deepinfer_version"), "commit": here.get("commit")}
     facts |= {"local changes": here.get("dirty"), "torch": here.get("torch")}
+    facts["model"] = (meta.get("fingerprint") or {}).get("model")
     facts["cpu"] = (here.get("cpu") or {}).get("name")
     facts["devices"] = ", ".join(device.get("name", "?") for device in here.get("devices") or ())
     for name, entry in (meta.get("settings") or {}).items():

@@ -298,6 +298,14 @@ def test_unlike_rows_are_refused_and_the_axis_is_named(tmp_path):
         assert any(fact.startswith(said) for fact in caught.value.facts), caught.value.facts
 
 
+def test_other_prompts_are_unlike_rows(tmp_path):
+    a = benched.save(tmp_path / "a", [benched.row() | {"prompt_digest": "aa"}])
+    b = benched.save(tmp_path / "b", [benched.row() | {"prompt_digest": "bb"}])
+    assert len(bench_compare.compare(a, a)["rows"]) == 1
+    with pytest.raises(UsageError, match="asked other prompts"):
+        bench_compare.compare(a, b)
+
+
 def test_rows_that_failed_are_counted_and_not_compared(tmp_path):
     rows = [benched.row(mtp=mtp) for mtp in (0, 5)]
     a = benched.save(tmp_path / "a", [rows[0], rows[1] | {"status": "failed"}])
