@@ -16,11 +16,12 @@ import torch
 class Spans:
     """Consecutive positions of S sequences, one sequence after the other, N in all; int64.
 
-    starts [S]: the first position of each sequence; offsets [S]: where it stands among the N.
-    of [N]: the sequence of each, ascending; positions [N].
+    starts, counts [S]: the first position of each sequence and how many it has; offsets [S]: where
+    it stands among the N. of [N]: the sequence of each, ascending; positions [N].
     """
 
     starts: torch.Tensor
+    counts: torch.Tensor
     offsets: torch.Tensor
     of: torch.Tensor
     positions: torch.Tensor
@@ -31,16 +32,27 @@ class Spans:
         offsets = counts.cumsum(0) - counts
         of = torch.repeat_interleave(counts, output_size=total)
         positions = (starts - offsets)[of] + torch.arange(total, device=starts.device)
-        return cls(starts, offsets, of, positions)
+        return cls(starts, counts, offsets, of, positions)
 
     def before(self, others: Spans) -> Spans:
         """These sequences, then the others."""
         return Spans(
             torch.cat((self.starts, others.starts)),
+            torch.cat((self.counts, others.counts)),
             torch.cat((self.offsets, others.offsets + len(self.of))),
             torch.cat((self.of, others.of + len(self.starts))),
             torch.cat((self.positions, others.positions)),
         )
+
+    @property
+    def all(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As the ops on places take them: starts, offsets, of, positions."""
+        return self.starts, self.offsets, self.of, self.positions
+
+    @property
+    def each(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sequence and position of each of the N."""
+        return self.of, self.positions
 
     def row(self, of: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Which of the N is at a position of a sequence; anything where none is."""

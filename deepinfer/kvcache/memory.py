@@ -24,14 +24,13 @@ from deepinfer.model.memory import Ops
 
 @dataclass(frozen=True)
 class _Groups:
-    """Compression groups of one ratio in this step; indices into [open rows, new rows]."""
+    """Compression groups of one ratio in this step."""
 
-    closed: torch.Tensor  # [E, r]
+    closed: torch.Tensor  # [E, r] indices into [open rows, new rows]
     first: torch.Tensor  # [E] position of each group's first token
     entry: torch.Tensor  # [E] where the entry goes in the pool
     open_rows: torch.Tensor  # new rows that an open group may need ...
-    open_slots: torch.Tensor  # ... their slots ...
-    open_places: torch.Tensor  # ... and places in the ring
+    open_places: torch.Tensor  # ... and their places in the rings
 
 
 @dataclass(frozen=True)
@@ -48,11 +47,11 @@ class _Windows:
 class _Batch:
     """Requests with equally many rows: R requests, T rows each, n entries."""
 
-    rows: torch.Tensor | None  # [R, T] to read from; any row in a void cell; None: all in order
-    places: torch.Tensor  # [R, T] to write to: the same, but N in a void cell
+    places: torch.Tensor  # [R, T] the row of each cell, N in a void one
     visible: torch.Tensor  # [R, T] entries that each row may see
     table: torch.Tensor  # [R, n] pool slot of each entry
     most: Sequence[int]  # [T] no row of the column sees more
+    rows: torch.Tensor | None = None  # [R, T] to read from: any in a void cell; None: all in order
 
 
 class StepMemory:
@@ -75,7 +74,6 @@ class StepMemory:
         with less than a window before its end.
         """
         self.config, self.pools, self.ops = config, pools, ops
-        self.device = pools.history.device
         ratios = {*config.compress_ratios} - {0}
         self._step = step = StepRows(chunks, live, config.num_hidden_layers, ratios, pools)
         start = config.decoder_start
@@ -85,7 +83,7 @@ class StepMemory:
         self.kept = step.upper()
         self.ends = step.ends
         self._windows = [self._window(half) for half in range(1 if alike else 2)]
-        self._copies = step.windows()
+        self._copies = step.windows(ops)
         self.ngrams = self._ngrams(mapped)
         self._ratio_groups = {ratio: self._groups(ratio) for ratio in ratios}
         self._batches = {
@@ -101,24 +99,17 @@ class StepMemory:
         """Which half a layer belongs to."""
         return int(layer.index >= self._boundary)
 
-    def _arange(self, *bounds: int) -> torch.Tensor:
-        return torch.arange(*bounds, device=self.device)
-
     # window
 
     def _window(self, half: int) -> _Windows:
         """Slot lists over [history of each sequence, new rows], and where new rows go."""
-        width, ring = self.config.sliding_window, self.pools.ring
-        kept, rows, slots = width - 1, self._step.rows[half], self._step.slots
-        before = rows.starts.unsqueeze(1) + self._arange(-kept, 0)
-        past = torch.where(before >= 0, slots.unsqueeze(1) * ring + before % ring, 0)
-        of, p = rows.of.unsqueeze(1), rows.positions.unsqueeze(1)
-        start = rows.starts[of]
-        key = torch.maximum(p - kept, self._step.sees[half][of]) + self._arange(width)
-        old = of * kept + key - (start - kept)
-        new = len(slots) * kept + rows.row(of, key)
-        columns = torch.where(key > p, -1, torch.where(key < start, old, new))
-        return _Windows(past.flatten(), columns, *self._step.ring(half))
+        step = self._step
+        return _Windows(
+            *self.ops.window_places(
+                step.rows[half].all, step.ring(half).each, step.slots, step.sees[half],
+                self.config.sliding_window, self.pools.ring,
+            )
+        )  # fmt: skip
 
     def attend(
         self, layer: LayerSpec, q: torch.Tensor, kv: torch.Tensor, sink: torch.Tensor
@@ -159,46 +150,27 @@ class StepMemory:
 
     def _ngrams(self, mapped: torch.Tensor) -> torch.Tensor:
         """Mapped ids [N, n] of each row and the n - 1 before it; those kept are a ring per slot."""
-        history = self.pools.history
+        history, step = self.pools.history, self._step
         ring = history.shape[1]
         if not ring:
             return mapped.unsqueeze(-1)
-        rows, slots = self._step.rows[0], self._step.slots
-        of, depth = rows.of.unsqueeze(1), ring - self.pools.rollback
-        p = rows.positions.unsqueeze(1) - self._arange(depth + 1)
-        new = len(slots) * ring + rows.row(of, p)
-        source = torch.where(p < rows.starts[of], of * ring + p % ring, new)
-        pad = mapped.new_full((1,), self.pools.mapped_pad)
-        pool = torch.cat((history[slots].flatten(), mapped, pad))
-        ngrams = pool[torch.where(p < 0, -1, source)]
-        kept, places = self._step.history()
-        history.view(-1)[places] = mapped[kept]
-        return ngrams
+        return self.ops.ngrams(
+            step.rows[0].all, step.history().each, step.slots, mapped, history,
+            ring - self.pools.rollback, self.pools.mapped_pad,
+        )  # fmt: skip
 
     # compressed entries
 
     def _groups(self, ratio: int) -> _Groups:
-        rows, slots = self._step.rows[0], self._step.slots
-        ring = ratio - 1 + self.pools.rollback if ratio > 1 else 0  # a group of one is never open
-        per_page = self.pools.page_tokens // ratio
-        of, last = self._step.groups(ratio)
-        number = last // ratio
+        step, pools = self._step, self.pools
+        ring = ratio - 1 + pools.rollback if ratio > 1 else 0  # a group of one is never open
         # Where a live row ends no group it stands for its missing members.
-        member = number.unsqueeze(1) * ratio + self._arange(ratio)
-        member = torch.minimum(member, last.unsqueeze(1))
-        old = of.unsqueeze(1) * ring + member % max(1, ring)
-        new = len(slots) * ring + rows.row(of.unsqueeze(1), member)
-        page = self._step.pages[of, last // self.pools.page_tokens]
-        page = torch.where((last + 1) % ratio == 0, page, self.pools.pages)
-        still = self._step.open(ratio)
         return _Groups(
-            closed=torch.where(member < rows.starts[of].unsqueeze(1), old, new),
-            first=number * ratio,
-            entry=page * per_page + number % per_page,
-            open_rows=rows.row(still.of, still.positions),
-            open_slots=slots[still.of],
-            open_places=still.positions % max(1, ring),
-        )
+            *self.ops.group_places(
+                step.rows[0].all, step.open(ratio).each, step.groups(ratio), step.slots,
+                step.pages, ratio, ring, pools.page_tokens, pools.pages,
+            )
+        )  # fmt: skip
 
     def close_groups(
         self, layer: LayerSpec, v: torch.Tensor, z: torch.Tensor | None
@@ -207,12 +179,9 @@ class StepMemory:
         if z is None:  # every row is a group; a replayed one has its entry already
             closed = v.unsqueeze(1) if len(groups.first) == len(v) else v[groups.closed]
             return closed, None, groups.first
-        state = self.pools.open[layer.index]
-        both = torch.stack((v, z))
-        known = torch.cat((state[:, self._step.slots].flatten(1, 2), both), 1)
-        state[:, groups.open_slots, groups.open_places] = both[:, groups.open_rows]
-        closed = known[:, groups.closed]
-        return closed[0], closed[1], groups.first
+        state, kept = self.pools.open[layer.index], (groups.open_rows, groups.open_places)
+        members = self.ops.group_rows(v, z, state, self._step.slots, groups.closed, kept)
+        return *members, groups.first
 
     def store_entries(self, layer: LayerSpec, entries: torch.Tensor, keys: torch.Tensor) -> None:
         pools, places = self.pools, self._ratio_groups[layer.ratio].entry
@@ -226,45 +195,35 @@ class StepMemory:
         rows, live, chunks = self._step.rows[half], self._step.live, self._step.chunks
         batches = []
         if live is not None:
-            cells = live.of * live.most + live.positions - live.starts[live.of]
-            places = live.of.new_full((len(live.slots) * live.most,), len(rows.of))
-            places[cells] = self._arange(len(live.of))
-            places = places.view(-1, live.most)
-            visible = (live.starts.unsqueeze(1) + 1 + self._arange(live.most)) // ratio
-            visible = torch.where(places < len(rows.of), visible, 0)
             most = [live.longest // ratio] * live.most
-            batches.append(self._batch(half, ratio, places, visible, live.pages, most))
+            spans = live.starts, live.offsets, live.counts
+            batches.append(self._batch(spans, live.pages, len(rows.of), ratio, most))
         first = 0 if live is None else len(live.slots)
         for (of, count), alike in chunks.alike.items() if chunks else ():
             if of != half:
                 continue
             members = alike + first
-            steps = self._arange(count)
-            places = rows.offsets[members].unsqueeze(1) + steps
-            visible = (rows.starts[members].unsqueeze(1) + 1 + steps) // ratio
+            spans = rows.starts[members], rows.offsets[members], rows.counts[members]
             starts = chunks.starts[half][chunks.counts[half] == count]
             most = ((starts.max() + 1 + np.arange(count)) // ratio).tolist()
-            pages = self._step.pages[members]
-            batches.append(self._batch(half, ratio, places, visible, pages, most))
+            batches.append(self._batch(spans, self._step.pages[members], len(rows.of), ratio, most))
         if len(batches) == 1 and batches[0].places.numel() == len(rows.of):
-            return [replace(batches[0], rows=None)]
-        return batches
+            return batches
+        return [replace(b, rows=b.places.clamp_max(len(rows.of) - 1)) for b in batches]
 
     def _batch(
         self,
-        half: int,
-        ratio: int,
-        places: torch.Tensor,
-        visible: torch.Tensor,
+        spans: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         pages: torch.Tensor,
+        total: int,
+        ratio: int,
         most: Sequence[int],
     ) -> _Batch:
-        """places, visible [R, T]; pages [R, P]."""
-        per_page = self.pools.page_tokens // ratio
-        entry = self._arange(most[-1])
-        table = pages[:, entry // per_page] * per_page + entry % per_page
-        rows = places.clamp_max(len(self._step.rows[half].of) - 1)
-        return _Batch(rows, places, visible, table, most)
+        """spans: starts, offsets and counts of R requests; pages [R, P]."""
+        places, visible, table = self.ops.entry_table(
+            *spans, pages, total, len(most), most[-1], ratio, self.pools.page_tokens
+        )
+        return _Batch(places, visible, table, most)
 
     def select(self, layer: LayerSpec, q: torch.Tensor, weights: torch.Tensor) -> None:
         config = self.config
@@ -283,7 +242,8 @@ class StepMemory:
             if layer.uses_candidates:
                 within = self._candidates[number]
             if batch.rows is None:
-                rows = (x.unflatten(0, batch.places.shape) for x in (q, weights))
+                shape = batch.places.shape
+                rows = q.view(*shape, *q.shape[1:]), weights.view(*shape, *weights.shape[1:])
             else:
                 rows = q[batch.rows], weights[batch.rows]
             best, kept = self.ops.choose(

@@ -17,6 +17,7 @@ from deepinfer.core.step import Chunk
 from deepinfer.device.transfer import send
 from deepinfer.kvcache.live import LiveRows, Spans
 from deepinfer.kvcache.pools import Pools
+from deepinfer.model.memory import Ops
 
 Key = tuple[str, int]
 
@@ -136,17 +137,13 @@ class StepRows:
             return None
         return self.rows[0].row(self.rows[1].of, self.rows[1].positions)
 
-    def ring(self, half: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows of a half whose window keys stay, and their places."""
-        return self._kept(self._spans("ring", half), half, self._pools.ring)
+    def ring(self, half: int) -> Spans:
+        """Rows of a half whose window keys stay."""
+        return self._spans("ring", half)
 
-    def history(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows whose mapped ids stay, and their places."""
-        return self._kept(self._spans("history", 0), 0, self._pools.history.shape[1])
-
-    def _kept(self, spans: Spans, half: int, ring: int) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = self.rows[half].row(spans.of, spans.positions)
-        return rows, self.slots[spans.of] * ring + spans.positions % ring
+    def history(self) -> Spans:
+        """Rows whose mapped ids stay."""
+        return self._spans("history", 0)
 
     def open(self, ratio: int) -> Spans:
         """Positions that an open group may need."""
@@ -155,24 +152,22 @@ class StepRows:
     def groups(self, ratio: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Sequence and position of each row that ends a group. Of live requests each row is there:
         the host does not know better."""
-        parts = []
+        if self.chunks is None:
+            return self.live.each
+        spans = self.chunks.spans(("groups", ratio))
+        of = spans.of + len(self.slots) - len(self.chunks.slots)
+        last = spans.positions * ratio + ratio - 1
         if self.live is not None:
-            parts.append((self.live.of, self.live.positions))
-        if self.chunks is not None:
-            spans = self.chunks.spans(("groups", ratio))
-            of = spans.of + len(self.slots) - len(self.chunks.slots)
-            parts.append((of, spans.positions * ratio + ratio - 1))
-        of, last = zip(*parts, strict=True)
-        return torch.cat(of), torch.cat(last)
+            of, last = torch.cat((self.live.of, of)), torch.cat((self.live.positions, last))
+        return of, last
 
-    def windows(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def windows(self, ops: Ops) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Rows whose window keys are kept for reuse, and their places; None if there are none."""
         size, rows, places = self._pools.page_tokens, [], []
         live, chunks = self.live, self.chunks
-        if live is not None and live.windows is not None:
-            pages = live.windows[live.of, live.positions // size]
-            rows.append(torch.arange(len(live.of), device=pages.device))
-            places.append(pages * size + live.positions % size)
+        if live is not None and live.windows is not None and self._pools.snapshots:
+            rows.append(torch.arange(len(live.of), device=live.of.device))
+            places.append(ops.page_places(live.each, live.windows, size))
         if chunks is not None and chunks.kept.numel():
             spans = chunks.spans(("kept", 0))
             of = chunks.kept[0, spans.of] + len(self.slots) - len(chunks.slots)
