@@ -106,6 +106,7 @@ class Device:
             max_model_len=sizes.max_model_len,
             drafts=self._rules.length if self._rules else 0,
             device=device,
+            ops=parts.runner.ops,
         )
         self.watch = False
         self.clock = Clock(device, clock)
@@ -168,14 +169,8 @@ class Device:
             most + 1,
             self._rules.chance if self._rules else None,
         )
-        counts = judged.accepted + torch.where(judged.broken, 0, 1)
-        counts, ended = live.take(slots, judged.tokens, counts)
-        found = {
-            "tokens": judged.tokens,
-            "counts": counts,
-            "look": ended | judged.broken,
-            "broken": judged.broken,
-        }
+        counts, look = live.append(slots, judged.tokens, judged.accepted, judged.broken)
+        found = {"tokens": judged.tokens, "counts": counts, "look": look, "broken": judged.broken}
         if self._rules:
             made = live.made[slots] if self._held else torch.zeros_like(counts)
             found |= {"drafted": made, "verified": shares, "accepted": judged.accepted}
@@ -326,12 +321,11 @@ class Device:
         more = torch.arange(live, live + several, device=device)
         if rows is None:
             return more, more, torch.zeros_like(more), part
-        behind = rows.positions - rows.starts[rows.of]
         if not several:
-            return rows.offsets, rows.of, behind, part
+            return rows.offsets, rows.of, rows.behind, part
         count = len(rows.slots)
         of = torch.cat((rows.of, torch.arange(count, count + several, device=device)))
-        behind = torch.cat((behind, torch.zeros_like(more)))
+        behind = torch.cat((rows.behind, torch.zeros_like(more)))
         return torch.cat((rows.offsets, more)), of, behind, part
 
     def _changed(

@@ -16,7 +16,8 @@ import torch
 from deepinfer.core.sequence import Sequence as Generation
 from deepinfer.core.step import Growth
 from deepinfer.device.transfer import send
-from deepinfer.kvcache.live import LiveRows, Spans
+from deepinfer.kvcache.live import LiveRows
+from deepinfer.model.memory import Ops
 from deepinfer.sampling import rng
 from deepinfer.sampling.logits import WHOLE, Rows, min_p_floor
 
@@ -51,9 +52,11 @@ class Live:
         max_model_len: int,
         drafts: int,
         device: torch.device | str,
+        ops: Ops,
     ) -> None:
-        """pages, window_pages: of the pools; those numbers name their scratch pages."""
-        self.device = torch.device(device)
+        """pages, window_pages: of the pools; those numbers name their scratch pages. ops: of the
+        device."""
+        self.device, self._ops = torch.device(device), ops
         self.page_tokens, self.width = page_tokens, drafts
         self._scratch = pages, window_pages
         # Rows may reach past the pages of the longest request: its drafts do, and once it has
@@ -72,7 +75,6 @@ class Live:
         self.drafts, self.survivals = zeros(drafts), zeros(drafts, dtype=torch.float64)
         self.raw = zeros(drafts, dtype=torch.float32)
         self.made, self.useful = zeros(), zeros()
-        self._steps = torch.arange(drafts + 1, device=device)
         self._named: dict[tuple[int, ...], torch.Tensor] = {}
 
     # from the host
@@ -152,23 +154,24 @@ class Live:
         """Rows of requests: the newest token and `allotted` drafts of each, int64 [R], `extra` in
         all, at most `most` of one. pages: of the longest of them."""
         columns = pages + self._beyond
-        spans = Spans.over(self.length[slots] - 1, allotted + 1, len(slots) + extra)
-        tokens = torch.cat((self.last[slots].unsqueeze(1), self.drafts[slots].clamp_min(0)), 1)
+        starts, counts, offsets, of, positions, ids, behind, pages_of, windows = (
+            self._ops.live_rows(
+                slots, allotted, self.length, self.last, self.drafts, self._pages, self._windows,
+                len(slots) + extra, columns,
+            )
+        )  # fmt: skip
         return LiveRows(
-            **vars(spans),
-            slots=slots,
-            ids=tokens[spans.of, spans.positions - spans.starts[spans.of]],
-            pages=self._pages[slots, :columns],
-            windows=self._windows[slots, :columns],
-            most=most + 1,
-            longest=columns * self.page_tokens,
-        )
+            starts, counts, offsets, of, positions, slots, ids, behind, pages_of, windows,
+            most=most + 1, longest=columns * self.page_tokens,
+        )  # fmt: skip
 
     # columns for the sampler
 
     def columns(self, slots: torch.Tensor, behind: torch.Tensor | int, drawing: Drawing) -> Rows:
         """What chooses the token that comes `behind` tokens after the newest one, for each of the
         slots [rows]."""
+        if not drawing.drawn:
+            return Rows.greedy(len(slots), self.device)
         return Rows(
             seed=self._seed[slots],
             position=self.length[slots] + behind,
@@ -184,19 +187,18 @@ class Live:
 
     def ends(self, slots: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Would each of the tokens [R, n] end the answer of its request? bool [R, n]."""
-        return (tokens.unsqueeze(-1) == self._stops[slots].unsqueeze(1)).any(-1) & (tokens >= 0)
+        return self._ops.ends(tokens, slots, self._stops)
 
-    def take(
-        self, slots: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor
+    def append(
+        self,
+        slots: torch.Tensor,
+        tokens: torch.Tensor,
+        accepted: torch.Tensor,
+        broken: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append the first `counts` [R] of each row of tokens [R, n], up to the one that ends the
-        answer. How many were appended, and whether the last one ends it by itself, bool [R]."""
-        behind = self._steps[: tokens.shape[1]]
-        ends = self.ends(slots, tokens) & (behind < counts.unsqueeze(1))
-        first = torch.where(ends, behind + 1, tokens.shape[1] + 1).amin(1)
-        length = self.length[slots]
-        counts = torch.minimum(torch.minimum(counts, first), self.end[slots] - length).clamp_min(0)
-        newest = tokens.gather(1, (counts - 1).clamp_min(0).unsqueeze(1)).squeeze(1)
-        self.last[slots] = torch.where(counts > 0, newest, self.last[slots])
-        self.length[slots] = length + counts
-        return counts, first <= counts
+        """What verification gave (`speculative.verify.Judged`) goes to the requests, up to the
+        token that ends the answer. How many each got, and whether the last one ends it by itself
+        or it is broken, bool [R]."""
+        return self._ops.append(
+            tokens, accepted, broken, slots, self._stops, self.end, self.length, self.last
+        )

@@ -64,15 +64,17 @@ class LiveRows(Spans):
     """R decoding requests with N rows: each with its newest token and drafts behind it.
 
     slots int64 [R]: state slots, no two alike. ids int64 [N]: token ids, any valid one where a
-    draft is void: such rows are computed, and nothing that counts depends on them. pages int64
-    [R, P]: the page of each page index, `Pools.pages` where the request owns none. windows int64
-    [R, P]: likewise the window page, `Pools.window_pages` where none is kept; None: nothing is
-    kept of these rows. most: rows of one request at most, no more than 1 + rollback. longest: no
-    row's position is as high; the P pages cover so many tokens.
+    draft is void: such rows are computed, and nothing that counts depends on them. behind int64
+    [N]: how far each is behind the first of its request. pages int64 [R, P]: the page of each page
+    index, `Pools.pages` where the request owns none. windows int64 [R, P]: likewise the window
+    page, `Pools.window_pages` where none is kept; None: nothing is kept of these rows. most: rows
+    of one request at most, no more than 1 + rollback. longest: no row's position is as high; the P
+    pages cover so many tokens.
     """
 
     slots: torch.Tensor
     ids: torch.Tensor
+    behind: torch.Tensor
     pages: torch.Tensor
     windows: torch.Tensor | None
     most: int
@@ -96,5 +98,6 @@ class LiveRows(Spans):
         spans = Spans.over(starts, counts, total)
         return cls(
             **vars(spans),
-            slots=slots, ids=ids, pages=pages, windows=windows, most=most, longest=longest,
+            slots=slots, ids=ids, behind=spans.positions - spans.starts[spans.of], pages=pages,
+            windows=windows, most=most, longest=longest,
         )  # fmt: skip

@@ -18,11 +18,11 @@ from types import MappingProxyType
 from typing import Any
 
 from deepinfer.errors import EnvironmentProblem, UsageError
-from deepinfer.ops.specs import OpSpec, engram, hyper, linear, memory, moe, places, rowwise
+from deepinfer.ops.specs import OpSpec, engram, hyper, linear, live, memory, moe, places, rowwise
 
 SPECS: dict[str, OpSpec] = {
     spec.name: spec
-    for family in (rowwise, linear, hyper, memory, moe, engram, places)
+    for family in (rowwise, linear, hyper, memory, moe, engram, places, live)
     for spec in family.SPECS
 }
 # Back end -> device types it serves; later entries are preferred where they hold the op.

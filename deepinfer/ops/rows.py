@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from deepinfer.ops.registry import Ops
-from deepinfer.ops.specs import places
+from deepinfer.ops.specs import live, places
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = 0x2545F4914F6CDD1D
@@ -245,9 +245,9 @@ def _attention(args: list[Any], result: torch.Tensor, names: Mapping[int, str]) 
     return _joined(*inputs), fingerprint(result)
 
 
-# Ops whose rows are no rows of the model: handles of weights, and places, which are others in every
-# run.
-_UNWATCHED = {"prepare"} | {spec.name for spec in places.SPECS}
+# Ops whose rows are no rows of the model: handles of weights, places, others in every run, and what
+# requests get.
+_UNWATCHED = {"prepare"} | {spec.name for spec in (*places.SPECS, *live.SPECS)}
 _PAIRS: dict[str, Callable[..., tuple]] = {
     "store": _stored,
     "extend": _stored,

@@ -127,6 +127,13 @@ class Rows:
             changed={at: row for at, row in enumerate(rows) if row.changes},
         )
 
+    @classmethod
+    def greedy(cls, count: int, device: torch.device | str) -> Rows:
+        """So many rows of which none is drawn: nobody asks for their seeds and positions."""
+        whole = torch.zeros(count, dtype=torch.int64, device=device)
+        real = whole.to(torch.float64)
+        return cls(whole, whole, whole, real, whole, real, real, False, 0, False)
+
     def __len__(self) -> int:
         return len(self.seed)
 

@@ -97,13 +97,17 @@ def verify(
     if len(rows) != logits.shape[0]:
         raise ValueError(f"{len(rows)} rows named, {logits.shape[0]} given")
     width = min(drafts.shape[1], most - 1)
+    if not width:
+        last = sampler.sample(logits, rows)[first]
+        tokens = torch.nn.functional.pad(last[:, None], (0, most - 1), value=-1)
+        return Judged(torch.zeros_like(first), tokens, last < 0)
     behind = torch.arange(most, device=logits.device)
     judged = behind[:width] < shares[:, None]
     drafts = drafts[:, :width].masked_fill(~judged, -1)
     place = first[:, None] + behind[:width]
 
     asked = _spread(drafts, place, judged, len(rows), -1)
-    if scores is None or not width or not _rejects(rows, rule):
+    if scores is None or not _rejects(rows, rule):
         own = sampler.sample(logits, rows)
         stands = own == asked
     else:

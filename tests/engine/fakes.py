@@ -7,6 +7,7 @@ inputs.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,9 +20,11 @@ from deepinfer.core.step import StepPlan
 from deepinfer.engine.assembly import Parts, Sizes
 from deepinfer.engine.engine import LLM
 from deepinfer.kvcache.live import LiveRows
+from deepinfer.ops import registry
 from deepinfer.speculative.schedule import DraftRules
 from deepinfer.speculative.timing import StepTimes
 from deepinfer.tokenizer.tokenizer import Tokenizer, _byte_alphabet
+from tests.native import libraries
 
 BOS, EOS, PAD, THINK = 256, 257, 258, 259
 VOCAB = 260
@@ -29,6 +32,12 @@ VOCAB = 260
 Script = Callable[[tuple[int, ...]], Sequence[float]]
 DraftScript = Callable[[tuple[int, ...], int], tuple[Sequence[float], float]]
 """(prefix with the drafts before, number of the draft) -> its logits and raw confidence logit."""
+
+
+@functools.cache
+def ops() -> registry.Ops:
+    """The op table of a runner, for what the engine keeps of the running requests."""
+    return registry.build("cpu", libraries=libraries())
 
 
 class ScriptedRunner:
@@ -39,6 +48,7 @@ class ScriptedRunner:
     """
 
     def __init__(self, script: Script, page_tokens: int = 4) -> None:
+        self.ops = ops()
         self.script = script
         self.page_tokens = page_tokens
         self.slots: dict[int, list[int]] = {}

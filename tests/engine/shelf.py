@@ -21,7 +21,7 @@ from deepinfer.kvcache.prefix import Reuse
 from deepinfer.replay import ReplayRule
 from deepinfer.speculative.schedule import DraftRules
 from deepinfer.speculative.timing import StepTimes
-from tests.engine.fakes import ScriptedBlock, idle
+from tests.engine.fakes import ScriptedBlock, idle, ops
 
 VOCAB, EOS = 12, 11
 WINDOW = 3
@@ -45,6 +45,7 @@ class Shelf:
     """Pages of tokens, a window ring per slot, and the text that each slot's rows saw last."""
 
     def __init__(self, rows: np.ndarray, page_tokens: int, agrees: int, block: int) -> None:
+        self.ops = ops()
         self.table, self.size, self.agrees, self.block = rows, page_tokens, agrees, block
         self.cells: dict[str, dict[int, list[int]]] = {"entries": {}, "windows": {}}
         self.rings: dict[int, dict[int, int]] = {}
