@@ -101,13 +101,13 @@ class Runner:
         self, chunks: Sequence[Chunk], live: LiveRows | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Token ids and mapped ids int64 of all rows."""
-        parts = [] if live is None else [(live.ids, self._mapped[live.ids])]
-        if chunks:
-            ids = np.concatenate([np.asarray(c.token_ids, dtype=np.int64) for c in chunks])
-            tokens, mapped = send([ids, self.map.lookup(ids)], self.device)
-            parts.append((tokens, mapped))
-        tokens, mapped = zip(*parts, strict=True)
-        return torch.cat(tokens), torch.cat(mapped)
+        if not chunks:
+            return live.ids, self._mapped[live.ids]
+        ids = np.concatenate([np.asarray(c.token_ids, dtype=np.int64) for c in chunks])
+        tokens, mapped = send([ids, self.map.lookup(ids)], self.device)
+        if live is None:
+            return tokens, mapped
+        return torch.cat((live.ids, tokens)), torch.cat((self._mapped[live.ids], mapped))
 
     def _wanted(
         self, chunks: Sequence[Chunk], live: LiveRows | None, ends: Sequence[int]

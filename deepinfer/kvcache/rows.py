@@ -122,7 +122,7 @@ class StepRows:
             self.sees = [pad(sees, (len(live.slots), 0)) for sees in made.sees]
         self.rows = self._spans("rows", 0), self._spans("rows", 1)
         first = 0 if live is None else len(live.of)
-        self.ends = first + np.cumsum(made.counts[1] if made else [])
+        self.ends = first + np.cumsum(made.counts[1]) if made else ()
 
     def _spans(self, name: str, which: int) -> Spans:
         """Live rows, all of them, and those of the chunks."""

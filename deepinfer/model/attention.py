@@ -69,7 +69,7 @@ def attention(
     """x [N, H] -> [N, H]; ``table`` is the layer's rotary table at the rows' positions."""
     heads, dim, eps = config.num_attention_heads, config.head_dim, config.rms_norm_eps
     latent = ops.rmsnorm(ops.linear(x, w.wq_a), w.q_norm, eps)
-    q = ops.rope(ops.linear(latent, w.wq_b).unflatten(-1, (heads, dim)), table)
+    q = ops.rope(ops.linear(latent, w.wq_b).view(-1, heads, dim), table)
     kv = window_keys(x, w, config, table, ops)
     if w.indexer is not None:
         index(x, latent, w.indexer, layer, config, memory, table, ops)

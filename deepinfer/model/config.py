@@ -144,7 +144,7 @@ class ModelConfig:
         config_rules.check(config, where)
         return config
 
-    @property
+    @cached_property
     def decoder_start(self) -> int | None:
         """First ratio-1 layer: all global KV of the decoder half is a projection of its input."""
         ratios = self.compress_ratios[: self.num_hidden_layers]

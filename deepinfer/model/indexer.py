@@ -41,7 +41,7 @@ def index(
 ) -> None:
     """Choose entries for the rows x [N, H] with query latents [N, q_lora_rank]."""
     heads, dim = config.index_n_heads, config.index_head_dim
-    q = ops.rope(ops.linear(latent, w.wq_b).unflatten(-1, (heads, dim)), table)
+    q = ops.rope(ops.linear(latent, w.wq_b).view(-1, heads, dim), table)
     if config.quantised:
         q = ops.quantise_index(q)
     weights = ops.linear(x, w.weights_proj) * (dim * heads) ** -0.5

@@ -38,7 +38,9 @@ class MoEWeights:
 
 def moe(x: torch.Tensor, w: MoEWeights, config: ModelConfig, ops: Ops) -> torch.Tensor:
     """x [N, H] -> [N, H]."""
-    logits = ops.linear_f32(x, w.gate) / config.gate_temp
+    logits = ops.linear_f32(x, w.gate)
+    if config.gate_temp != 1:
+        logits = logits / config.gate_temp
     ids, weights = ops.router(
         logits, w.bias, config.num_experts_per_tok, config.routed_scaling_factor
     )
