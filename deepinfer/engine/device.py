@@ -139,7 +139,7 @@ class Device:
                            if step.finishing else decoding.slots if decoding else ())  # fmt: skip
         first, of, behind, chosen = self._choosing(step, rows, logits)
         flight = Flight(step, slots, logits, chosen, first, marks)
-        columns = live.columns(slots[of], behind, drawing)
+        columns = live.columns(slots, behind, drawing, of)
         columns = self._changed(columns, step, told, first)
         if step.finishing:
             shares = torch.cat((shares, shares.new_zeros(len(step.finishing))))

@@ -167,11 +167,18 @@ class Live:
 
     # columns for the sampler
 
-    def columns(self, slots: torch.Tensor, behind: torch.Tensor | int, drawing: Drawing) -> Rows:
+    def columns(
+        self,
+        slots: torch.Tensor,
+        behind: torch.Tensor | int,
+        drawing: Drawing,
+        of: torch.Tensor | None = None,
+    ) -> Rows:
         """What chooses the token that comes `behind` tokens after the newest one, for each of the
-        slots [rows]."""
+        slots [rows]; of: the slots of these numbers [rows]."""
         if not drawing.drawn:
-            return Rows.greedy(len(slots), self.device)
+            return Rows.greedy(len(slots if of is None else of), self.device)
+        slots = slots if of is None else slots[of]
         return Rows(
             seed=self._seed[slots],
             position=self.length[slots] + behind,

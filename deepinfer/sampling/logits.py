@@ -11,6 +11,7 @@ host never waits for the device here, which is why it must know a few things abo
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -128,7 +129,8 @@ class Rows:
         )
 
     @classmethod
-    def greedy(cls, count: int, device: torch.device | str) -> Rows:
+    @functools.lru_cache(maxsize=8)
+    def greedy(cls, count: int, device: torch.device) -> Rows:
         """So many rows of which none is drawn: nobody asks for their seeds and positions."""
         whole = torch.zeros(count, dtype=torch.int64, device=device)
         real = whole.to(torch.float64)

@@ -29,8 +29,7 @@ def sample(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
     nothing is left to choose."""
     if not rows.drawn and not rows.changed:
         # torch promises the first of equal maxima, hence the lowest id
-        fine = torch.isfinite(logits).all(dim=-1)
-        return logits.argmax(dim=-1).masked_fill(~fine, -1)
+        return torch.where(_finite(logits), logits.argmax(dim=-1), -1)
     ids = torch.empty_like(rows.position)
     for block in blocks(logits):
         some = rows.at(block)
@@ -52,7 +51,7 @@ def scores(logits: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, torch.Tensor
 
     The others, not finite or with everything forbidden, are 0.
     """
-    fine = torch.isfinite(logits).all(dim=-1)
+    fine = _finite(logits)
     x = process(logits.masked_fill(~fine[:, None], 0.0), rows)
     fine = fine & (x.amax(dim=-1) > float("-inf"))
     return x.masked_fill(~fine[:, None], 0.0), fine
@@ -78,7 +77,7 @@ def likelihoods(
     found = []
     for block in blocks(logits, len(rows)):
         some = logits[rows[block]]
-        finite = torch.isfinite(some).all(dim=-1)
+        finite = _finite(some)
         some = torch.nan_to_num(some)
         x = some.to(torch.float64)
         highest, totals = masses(x)
@@ -107,6 +106,11 @@ def logprobs(
         best = tuple((token, value - norm) for token, value in zip(ids, values, strict=True))
         out.append(TokenLogprob(target, chosen - norm, best) if finite else None)
     return out
+
+
+def _finite(logits: torch.Tensor) -> torch.Tensor:
+    """Which rows of [rows, vocab] are finite, bool [rows]: 0 times anything else is NaN."""
+    return (logits * 0).sum(dim=-1) == 0
 
 
 def _ranked(logits: torch.Tensor, count: int) -> torch.Tensor:
