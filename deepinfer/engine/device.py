@@ -162,7 +162,7 @@ class Device:
             flight.chosen,
             columns,
             flight.first,
-            live.drafts[slots, :most],
+            live.drafts[slots, :most] if most else live.drafts[: len(slots), :0],
             shares,
             self._scores(slots, most),
             self._rules.verify if self._rules else "coupled",  # without drafts all rules agree
@@ -318,11 +318,11 @@ class Device:
             chosen = np.concatenate((np.arange(live), np.array(places, dtype=np.int64)))
             [places] = send([chosen], device)
             part = logits[places]
+        if rows is not None and not several:
+            return rows.offsets, rows.of, rows.behind, part
         more = torch.arange(live, live + several, device=device)
         if rows is None:
             return more, more, torch.zeros_like(more), part
-        if not several:
-            return rows.offsets, rows.of, rows.behind, part
         count = len(rows.slots)
         of = torch.cat((rows.of, torch.arange(count, count + several, device=device)))
         behind = torch.cat((rows.behind, torch.zeros_like(more)))
