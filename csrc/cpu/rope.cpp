@@ -17,7 +17,7 @@ void rope(const T* x, const float* cos, const float* sin, int64_t rows, int64_t 
       const float *c = cos + row * pairs, *s = sin + row * pairs;
       for (int64_t head = 0; head < heads; head++) {
         int64_t first = (row * heads + head) * dim;
-        memcpy(out + first, x + first, (size_t)(dim - 2 * pairs) * sizeof(T));
+        if (out != x) memcpy(out + first, x + first, (size_t)(dim - 2 * pairs) * sizeof(T));
         const T* a = x + first + dim - 2 * pairs;
         T* b = out + first + dim - 2 * pairs;
         for (int64_t i = 0; i < pairs; i += kLanes) {

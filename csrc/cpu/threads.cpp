@@ -21,7 +21,7 @@ static void breathe() { std::this_thread::yield(); }
 
 namespace {
 
-constexpr int kSlots = 8;
+constexpr int kSlots = 9;
 constexpr auto kAwake = std::chrono::microseconds(60);  // longer than the host's pause between ops
 
 struct Scratch {

@@ -67,13 +67,11 @@ def attention(
     ops: Ops,
 ) -> torch.Tensor:
     """x [N, H] -> [N, H]; ``table`` is the layer's rotary table at the rows' positions."""
-    heads, dim, eps = config.num_attention_heads, config.head_dim, config.rms_norm_eps
-    latent = ops.rmsnorm(ops.linear(x, w.wq_a), w.q_norm, eps)
-    q = ops.rope(ops.linear(latent, w.wq_b).view(-1, heads, dim), table)
-    kv = window_keys(x, w, config, table, ops)
+    latent, q, kv = ops.qkv(
+        x, w.wq_a, w.q_norm, w.wq_b, w.wkv, w.kv_norm, config.rms_norm_eps,
+        config.num_attention_heads, table,
+    )  # fmt: skip
     if w.indexer is not None:
         index(x, latent, w.indexer, layer, config, memory, table, ops)
     o = memory.attend(layer, q, kv, w.sink)
-    o = ops.rope(o, table, inverse=True)
-    groups = o.reshape(-1, config.o_groups, heads * dim // config.o_groups)
-    return ops.linear(ops.grouped_linear(groups, w.wo_a), w.wo_b)
+    return ops.attention_output(o, table, w.wo_a, w.wo_b, config.o_groups)

@@ -14,7 +14,7 @@ from deepinfer.model.attention import AttentionWeights, attention
 from deepinfer.model.compressor import compress
 from deepinfer.model.config import LayerSpec, ModelConfig
 from deepinfer.model.engram import EngramWeights
-from deepinfer.model.hyper import HyperWeights, mixes
+from deepinfer.model.hyper import HyperWeights, enter, mixes
 from deepinfer.model.memory import Memory, Ops
 from deepinfer.model.moe import MoEWeights, moe
 from deepinfer.model.norm_rope import Rotary, Table
@@ -66,18 +66,19 @@ def block(
     kept: indices int64 of the rows that go on once the compressed KV of all is stored, None = all;
     ``table`` is at the positions of these.
     """
-    eps = config.rms_norm_eps
-    x = ops.hc_norm(streams, pre, w.attn_norm, eps)
+    if kept is None:
+        x, attn_pre, post, comb = enter(streams, pre, w.attn_norm, w.hc_attn, config, ops)
+    else:
+        x = ops.hc_norm(streams, pre, w.attn_norm, config.rms_norm_eps)
     if w.attention.compressor is not None:
         compress(x, w.attention.compressor, layer, config, memory, rotary, ops)
     if kept is not None:
         x, streams = x[kept], streams[kept]
         if not kept.numel():
             return streams, pre[kept]
-    attn_pre, post, comb = mixes(streams, w.hc_attn, config, ops)
+        attn_pre, post, comb = mixes(streams, w.hc_attn, config, ops)
     x = attention(x, w.attention, layer, config, memory, table, ops)
     streams = ops.hc_expand(x, streams, post, comb)
-    ffn_pre, post, comb = mixes(streams, w.hc_ffn, config, ops)
-    x = ops.hc_norm(streams, attn_pre, w.ffn_norm, eps)
+    x, ffn_pre, post, comb = enter(streams, attn_pre, w.ffn_norm, w.hc_ffn, config, ops)
     x = moe(x, w.ffn, config, ops)
     return ops.hc_expand(x, streams, post, comb), ffn_pre

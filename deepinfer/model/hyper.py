@@ -43,6 +43,21 @@ def mixes(
     )  # fmt: skip
 
 
+def enter(
+    streams: torch.Tensor,
+    pre: torch.Tensor,
+    norm: torch.Tensor,
+    w: HyperWeights,
+    config: ModelConfig,
+    ops: Ops,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A sublayer's input [N, H], read with the ``pre`` before it, and `mixes`."""
+    return ops.hc_enter(
+        streams, pre, norm, config.rms_norm_eps,
+        w.fn, w.scale, w.base, config.hc_sinkhorn_iters, config.hc_eps,
+    )  # fmt: skip
+
+
 def first_pre(rows: int, copies: int, device: torch.device) -> torch.Tensor:
     """The incoming ``pre`` of the first layer: the first copy alone."""
     pre = torch.zeros(rows, copies, device=device)

@@ -38,10 +38,7 @@ class MoEWeights:
 
 def moe(x: torch.Tensor, w: MoEWeights, config: ModelConfig, ops: Ops) -> torch.Tensor:
     """x [N, H] -> [N, H]."""
-    logits = ops.linear_f32(x, w.gate)
-    if config.gate_temp != 1:
-        logits = logits / config.gate_temp
-    ids, weights = ops.router(
-        logits, w.bias, config.num_experts_per_tok, config.routed_scaling_factor
-    )
-    return ops.moe(x, ids, weights, w.experts, w.shared, config.swiglu_limit)
+    return ops.ffn(
+        x, w.gate, w.bias, config.gate_temp, config.num_experts_per_tok,
+        config.routed_scaling_factor, w.experts, w.shared, config.swiglu_limit,
+    )  # fmt: skip

@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from deepinfer.errors import EnvironmentProblem, UsageError
+from deepinfer.ops import fused
 from deepinfer.ops.specs import OpSpec, engram, hyper, linear, live, memory, moe, places, rowwise
 
 SPECS: dict[str, OpSpec] = {
@@ -47,10 +48,16 @@ class Choice:
 
 
 class Ops:
-    """The op table: one attribute per op name, callable as its spec says."""
+    """The op table: one attribute per op name, callable as its spec says, and the sequences of
+    ``deepinfer.ops.fused``."""
 
     def __init__(self, table: Mapping[str, Callable[..., Any]]):
+        self.__dict__.update(self.apart())
         self.__dict__.update(table)
+
+    def apart(self) -> dict[str, Callable[..., Any]]:
+        """The sequences as calls of the table's other ops, for who wants to see each of them."""
+        return fused.composed(self)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         raise AttributeError(f"no such op: {name}")
@@ -168,11 +175,21 @@ def build(
     ``libraries``: the open library of each compiled back end that may be chosen.
     """
     table: dict[str, Callable[..., Any]] = {}
+    chosen: dict[str, str] = {}
     for choice in explain(device, overrides, libraries):
+        chosen[choice.op] = choice.backend
         function = implementation(SPECS[choice.op], choice.backend)
         assert function is not None, f"{choice.backend} lost {choice.op}"
         if choice.backend in COMPILED:
             function = function(libraries[choice.backend])
         table[choice.op] = function
     table["prepare"] = partial(table["prepare"], keep=keep_weights)
-    return Ops(table)
+    ops = Ops(table)
+    for sequence, parts in fused.PARTS.items():
+        backends = {chosen[part] for part in parts}
+        if backends <= libraries.keys() and len(backends) == 1:
+            [backend] = backends
+            module = importlib.import_module(f"deepinfer.ops.{backend}.fused")
+            made = getattr(module, sequence.__name__)(libraries[backend], partial(sequence, ops))
+            setattr(ops, sequence.__name__, made)
+    return ops

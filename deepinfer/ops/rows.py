@@ -75,14 +75,16 @@ class Watch:
     def __init__(self, table: Ops, names: Mapping[int, str], known: Record | None = None) -> None:
         self.record, self.difference = Record(), None
         self._table, self._names, self._known = vars(table), names, known
+        self._apart = table.apart()
         self._where = "before the first weight"
         self._positions: list[torch.Tensor] = []
 
     def __enter__(self) -> Watch:
         self._plain = dict(self._table)
         for name in self._plain:
-            if name not in _UNWATCHED:
+            if name not in _UNWATCHED and name not in self._apart:
                 self._table[name] = self._watched(name)
+        self._table.update(self._apart)  # the single op is named, not a sequence
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -92,6 +92,7 @@ class Meter:
             "sparse_attention", "choose",
         ):  # fmt: skip
             table[name] = self._counted(name)
+        table.update(runner.ops.apart())
         runner.model = _WatchedModel(self._model, self)
         return self
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from deepinfer.ops import fused
 from deepinfer.ops.torch import rowwise
 from examples.train_tiny import fake_quant
 from examples.train_tiny.hyper_project import project
@@ -111,6 +112,7 @@ class TrainingOps:
         self._engram_rows = piece(_engram_rows)
         self._tables: dict[tuple[int, int, int], tuple] = {}
         self.loads: list[torch.Tensor] = []
+        vars(self).update(fused.composed(self))
 
     def start(self) -> None:
         """Forgets what the last forward pass left."""

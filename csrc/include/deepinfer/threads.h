@@ -9,7 +9,7 @@ extern "C" {
 // Run f(context, 0) ... f(context, tasks - 1) on the pool's threads and the caller; returns when all
 // have ended. Tasks are claimed one after the other.
 void di_parallel(int64_t tasks, void (*f)(void*, int64_t), void* context);
-// Memory of this thread, 64-byte aligned, kept from call to call; `slot` 0 to 7 tells several
+// Memory of this thread, 64-byte aligned, kept from call to call; `slot` 0 to 8 tells several
 // pieces in use at once apart. Null where there is none: ops return kNoMemory.
 void* di_scratch(int slot, size_t bytes);
 }

@@ -152,6 +152,20 @@ def panels(weight: Weight, level: str) -> Panels | None:
         return weight.panels
 
 
+def together(level: str, *weights: Weight) -> list[Panels | None]:
+    """The panels of handles that an op takes together, kept on the first: they stay together."""
+    first, others = weights[0], weights[1:]
+    kept = getattr(first, "together", None)
+    if kept is None or kept[0] != others:
+        first.together = kept = others, [panels(w, level) for w in weights]
+    return kept[1]
+
+
+def multiplies(held: Panels | None) -> bool:
+    """Whether `linear` and `grouped_linear` take a matrix."""
+    return held is not None and held.kind != torch.float32
+
+
 def prepare(library: Library):
     def prepare(source: Packed | torch.Tensor, keep: bool) -> Weight:
         # float32 rows need the reference, and so the matrix as it is.
@@ -168,7 +182,7 @@ def linear(library: Library):
 
     def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
         w = panels(weight, library.level)
-        if w is None or x.dtype != torch.bfloat16 or w.kind == torch.float32:
+        if not multiplies(w) or x.dtype != torch.bfloat16:
             return reference.linear(x, weight)
         x = x.contiguous()
         rows = x.shape[0]
@@ -202,7 +216,7 @@ def grouped_linear(library: Library):
 
     def grouped_linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
         w = panels(weight, library.level)
-        if w is None or x.dtype != torch.bfloat16 or w.kind == torch.float32:
+        if not multiplies(w) or x.dtype != torch.bfloat16:
             return reference.grouped_linear(x, weight)
         x = x.contiguous()
         rows, groups = x.shape[:2]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from deepinfer.ops.cpu.library import DOUBLE, FLOAT, INT, LONG, PTR, Library
-from deepinfer.ops.cpu.linear import Panels, panels
+from deepinfer.ops.cpu.linear import Panels, together
 from deepinfer.ops.torch import moe as reference
 from deepinfer.ops.torch.linear import Weight
 
@@ -34,17 +34,6 @@ def router(library: Library):
 def moe(library: Library):
     call = library.op("moe", PTR, LONG, PTR, PTR, LONG, PTR, PTR, PTR, PTR, PTR, PTR, DOUBLE, PTR)
 
-    def addresses(experts: Matrices, shared: Matrices) -> tuple[int, ...] | None:
-        """Where the six matrices are; None where the kernel does not hold them all. Kept on the
-        first one: a layer's experts stay together."""
-        first, others = experts[0], (*experts[1:], *shared)
-        kept = getattr(first, "together", None)
-        if kept is None or kept[0] != others:
-            held = [panels(w, library.level) for w in (first, *others)]
-            found = tuple(p.address for p in held) if _alike(held) else None
-            first.together = kept = others, found
-        return kept[1]
-
     def moe(
         x: torch.Tensor,
         ids: torch.Tensor,
@@ -53,22 +42,22 @@ def moe(library: Library):
         shared: Matrices,
         limit: float,
     ) -> torch.Tensor:
-        matrices = addresses(experts, shared)
-        if x.dtype != torch.bfloat16 or matrices is None:
+        held = together(library.level, *experts, *shared)
+        if x.dtype != torch.bfloat16 or not alike(held):
             return reference.moe(x, ids, weights, experts, shared, limit)
         x, ids, weights = x.contiguous(), ids.contiguous(), weights.float().contiguous()
         rows, out = x.shape[0], torch.empty_like(x)
         if rows:
             call(
                 x.data_ptr(), rows, ids.data_ptr(), weights.data_ptr(), ids.shape[1],
-                *matrices, limit, out.data_ptr(),
+                *(w.address for w in held), limit, out.data_ptr(),
             )  # fmt: skip
         return out
 
     return moe
 
 
-def _alike(held: list[Panels | None]) -> bool:
+def alike(held: list[Panels | None]) -> bool:
     """Whether the kernel holds them all: quantised ones, or bf16 ones."""
     return all(p is not None and p.quantised == held[0].quantised for p in held) and all(
         p.kind != torch.float32 for p in held
