@@ -32,6 +32,7 @@ import torch
 from benchmarks import measure
 from benchmarks.price import KL_LIMIT, MOVED, STEPS, TOP_LIMIT, Side, distance
 from benchmarks.prompts import prompts
+from deepinfer.bench.synthetic import Random, Size
 from deepinfer.engine.assembly import embedded_model
 from deepinfer.model import cost
 from deepinfer.model.config import ModelConfig
@@ -49,17 +50,14 @@ LARGE = {
 PREFILL = 2048
 
 
-def large(path: Path) -> tuple[Path, ModelConfig]:
+def large() -> Random:
     """Random weights of `LARGE` sizes on the embedded model's layers."""
-    from deepinfer.checkpoint.synth import random_tensors, write_checkpoint
-
     config = json.loads((embedded_model() / "config.json").read_text(encoding="utf-8"))
     text = config["text_config"]
     stages = text["num_nextn_predict_layers"]
     text.update(LARGE, engram_compressed_vocab_size=text["vocab_size"])
     text["compress_ratios"] = text["compress_ratios"][:-stages]
-    parsed = ModelConfig.from_dict(config)
-    return write_checkpoint(path, config, random_tensors(parsed, seed=0), shards=1), parsed
+    return Random(Size(), ModelConfig.from_dict(config), drafts=False)
 
 
 def best(work: Callable[[], object], runs: int = 7) -> float:
@@ -155,8 +153,9 @@ class Llama:
 def ceiling(runs: int, threads: int, llama: str | None) -> list[dict[str, object]]:
     before = ceilings()
     with tempfile.TemporaryDirectory() as scratch:
-        folder, config = large(Path(scratch) / "large")
-        side = Side(folder, "cpu", "cpu", True, 1, PREFILL)
+        model = large()
+        config = model.config
+        side = Side(model, "cpu", "cpu", True, 1, PREFILL)
         touched = sum(
             size
             for layer in range(config.num_hidden_layers)

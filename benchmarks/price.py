@@ -21,6 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,7 +30,8 @@ import torch
 from benchmarks import measure, models, plain_ops
 from benchmarks.prompts import prompts
 from deepinfer import LLM, SamplingParams
-from deepinfer.engine.assembly import embedded_model
+from deepinfer.engine.assembly import Model, assemble, assemble_model, embedded_model
+from deepinfer.settings import resolve
 
 KL_LIMIT, TOP_LIMIT = 0.01, 0.95  # of the plain path beside the reference
 PROMPT, STEPS = 16, 4  # tokens of a prompt to decode from; steps of a sample
@@ -38,22 +40,28 @@ MOVED = 1.03  # ceilings that move more make a run void
 
 
 class Side:
-    """An engine on one back end, without drafts."""
+    """An engine on one back end, without drafts; model: a folder, or weights to be made."""
 
     def __init__(
         self,
-        folder: Path,
+        model: Path | Model,
         accelerator: str,
         backend: str,
         invariant: bool,
         batch: int,
         longest: int,
     ):
-        self.llm = LLM(
-            folder, accelerator=accelerator, backend={"all": backend}, mtp=0, prefix_cache=False,
-            batch_invariant=invariant, max_num_seqs=batch,
-            max_model_len=longest + 8, kv_cache_tokens=2 * longest + 256 * batch,
-        )  # fmt: skip
+        settings = resolve({
+            "accelerator": accelerator, "backend": {"all": backend}, "mtp": 0,
+            "prefix_cache": False, "batch_invariant": invariant, "max_num_seqs": batch,
+            "max_model_len": longest + 8, "kv_cache_tokens": 2 * longest + 256 * batch,
+            "model_dir": model if isinstance(model, Path) else None,
+        })  # fmt: skip
+        if isinstance(model, Path):
+            parts = assemble(settings, warnings.warn)
+        else:
+            parts = assemble_model(model, settings, warnings.warn)
+        self.llm = LLM.from_parts(parts)
         self.vocab = self.llm.parts.vocab_size
         self.busy: list[float] = []
 
