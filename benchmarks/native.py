@@ -4,7 +4,7 @@
 back ends in one process, A B A B; bars 5, 4 and 4 times. The distance of their next-token
 distributions over a text is the correctness line.
 
-`ceiling`: a checkpoint bigger than any cache (random weights, 0.7 GB packed). Decode at batch 1:
+`ceiling`: a model bigger than any cache (random weights, 2.5 GB packed). Decode at batch 1:
 bytes of the weights that a step touches (`model/cost`) over its time, beside the read and copy
 bandwidth; bar 60 % of copy. Prefill: products of the model's matrices, attention and scores, over
 time, beside float32 and bfloat16 matrix products of torch; bar 40 % of the rate of the kernels' own
@@ -40,10 +40,11 @@ from deepinfer.model.config import ModelConfig
 BARS = {"decode, batch 1": 5.0, "decode, batch 32": 4.0, "prefill of 4096": 4.0}
 STREAM_BAR, MATMUL_BAR = 0.6, 0.4
 TEXT = 256
-# Sizes of the large checkpoint: about 0.7 GB packed, of which a token touches a tenth.
+# Sizes of the large model: 2.5 GB packed, 0.7 GB of which a token touches; a layer is a quarter of
+# the published one.
 LARGE = {
     "hidden_size": 2048, "num_attention_heads": 16, "q_lora_rank": 512, "o_lora_rank": 512,
-    "n_routed_experts": 48, "num_experts_per_tok": 6, "moe_intermediate_size": 1024,
+    "n_routed_experts": 24, "num_experts_per_tok": 6, "moe_intermediate_size": 3072,
     "num_nextn_predict_layers": 0, "engram_layer_ids": [], "engram_num_embeddings": [],
     "dspark_target_layer_ids": [],
 }  # fmt: skip

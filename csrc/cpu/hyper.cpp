@@ -70,16 +70,17 @@ void expand(const T* x, const T* s, const float* post, const float* comb, int64_
 // Products of `R` rows u (float64 [R, n]) with all `outputs` rows of fn, to m[output * kLanes + row].
 template <int R>
 inline void products(const double* u, const float* fn, int64_t outputs, int64_t n, float* m) {
-  for (int64_t o = 0; o < outputs; o++) {
-    D total[R] = {};
-    for (int64_t i = 0; i < n; i += kLanes) {
-      D w = widen(fn + o * n + i, n - i);
-      for (int r = 0; r < R; r++) {
-        total[r] = fma(w, load(u + r * ceil_div(n, kLanes) * kLanes + i), total[r]);
+  split(outputs, max(1, 65536 / n), [&](int64_t begin, int64_t end) {
+    for (int64_t o = begin; o < end; o++) {
+      D total[R] = {};
+      for (int64_t i = 0; i < n; i += kLanes) {
+        D w = widen(fn + o * n + i, n - i);
+        for (int r = 0; r < R; r++)
+          total[r] = fma(w, load(u + r * ceil_div(n, kLanes) * kLanes + i), total[r]);
       }
+      for (int r = 0; r < R; r++) m[o * kLanes + r] = (float)sum(total[r]);
     }
-    for (int r = 0; r < R; r++) m[o * kLanes + r] = (float)sum(total[r]);
-  }
+  });
 }
 
 // One row of u widened, and 1 / sqrt(mean(u^2) + eps).

@@ -21,6 +21,7 @@ static void breathe() { std::this_thread::yield(); }
 
 namespace {
 
+constexpr uint32_t kClosed = 1u << 31;
 constexpr int kSlots = 9;
 constexpr auto kAwake = std::chrono::microseconds(60);  // longer than the host's pause between ops
 
@@ -45,7 +46,7 @@ struct Pool {
   void* context = nullptr;
   int64_t tasks = 0;
   std::atomic<int64_t> next{0};
-  std::atomic<int> busy{0};
+  std::atomic<uint32_t> gate{kClosed};  // threads in the job, and whether more may come
   std::atomic<uint64_t> job{0};
 
   void work() {
@@ -54,7 +55,17 @@ struct Pool {
     inside = false;
   }
 
-  // seen: the last job before this thread, of which it must take nothing.
+  // Take part in the job that is open, if one is. Nobody waits for a thread that still sleeps.
+  void join() {
+    uint32_t held = gate.load(std::memory_order_relaxed);
+    do {
+      if (held & kClosed) return;
+    } while (!gate.compare_exchange_weak(held, held + 1, std::memory_order_acquire));
+    work();
+    gate.fetch_sub(1, std::memory_order_release);
+  }
+
+  // seen: the last job before this thread.
   void serve(int number, uint64_t seen) {
     for (;;) {
       auto until = std::chrono::steady_clock::now() + kAwake;
@@ -65,8 +76,7 @@ struct Pool {
         wake.wait(lock, [&] { return job.load(std::memory_order_acquire) != seen; });
       }
       seen = job.load(std::memory_order_acquire);
-      if (number < threads) work();
-      busy.fetch_sub(1, std::memory_order_release);
+      if (number < threads) join();
     }
   }
 
@@ -88,14 +98,15 @@ struct Pool {
     }
     f = body, context = with, tasks = count;
     next.store(0, std::memory_order_relaxed);
-    busy.store(started - 1, std::memory_order_relaxed);
+    gate.store(0, std::memory_order_release);
     {
       std::lock_guard<std::mutex> awake(sleeping);
       job.fetch_add(1, std::memory_order_release);
     }
     wake.notify_all();
     work();
-    while (busy.load(std::memory_order_acquire)) breathe();
+    gate.fetch_or(kClosed, std::memory_order_relaxed);
+    while (gate.load(std::memory_order_acquire) != kClosed) breathe();
   }
 };
 Pool* pool = new Pool;  // never destroyed: its threads may outlive main
