@@ -113,3 +113,11 @@ def test_outliers_are_far_from_what_is_usual():
     assert outliers([1.00, 1.01, 1.02, 1.01, 1.05]) == []
     assert outliers([1.0, 1.0, 1.0]) == []
     assert outliers([1.0, 2.0]) == []
+
+
+def test_drafts_that_were_not_verified_are_drafted_all_the_same():
+    counts = Counts(steps=2, drafted=10, verified=4, accepted=3, committed=5)
+    heard = Heard(0.0, deliveries=[(1.0, 1), (2.0, 5)], counts=counts)
+    row = summary([sample([heard])])
+    assert (row["acceptance_rate"], row["verified_length"]) == (0.3, 2.0)
+    assert row["accepted_length"]["median"] == 2.5
