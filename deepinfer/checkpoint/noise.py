@@ -21,7 +21,7 @@ from deepinfer.quant.formats import Packed
 
 __all__ = ["random_weights"]
 
-CHUNK = 1 << 24  # bytes, or elements, drawn at once
+CHUNK = 1 << 20  # bytes, or elements, drawn at once: they stay in a cache
 SMALL = 1 << 16  # elements of what is drawn on the host
 # Root mean squares: of the bytes -127.5 ... 127.5, and of the sixteen E2M1 values.
 BYTE_RMS = math.sqrt((256**2 - 1) / 12)
@@ -91,7 +91,7 @@ def _unit(count: int, draw: torch.Generator) -> torch.Tensor:
     """float32 [count] of mean 0 and deviation 1 on the generator's device, from a byte each."""
     drawn = torch.empty(count, dtype=torch.uint8, device=draw.device)
     _bytes(drawn, draw)
-    return (drawn.float() - 127.5) / BYTE_RMS
+    return drawn.float().sub_(127.5).div_(BYTE_RMS)
 
 
 def _bytes(into: torch.Tensor, draw: torch.Generator) -> None:
