@@ -190,6 +190,7 @@ class Live:
             drawn=drawing.drawn,
             widest=drawing.widest,
             floored=drawing.floored,
+            draw=self._ops.draw,
         )
 
     def ends(self, slots: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -19,11 +19,22 @@ from typing import Any
 
 from deepinfer.errors import EnvironmentProblem, UsageError
 from deepinfer.ops import fused
-from deepinfer.ops.specs import OpSpec, engram, hyper, linear, live, memory, moe, places, rowwise
+from deepinfer.ops.specs import (
+    OpSpec,
+    engram,
+    hyper,
+    linear,
+    live,
+    memory,
+    moe,
+    places,
+    rowwise,
+    sampling,
+)  # fmt: skip
 
 SPECS: dict[str, OpSpec] = {
     spec.name: spec
-    for family in (rowwise, linear, hyper, memory, moe, engram, places, live)
+    for family in (rowwise, linear, hyper, memory, moe, engram, places, live, sampling)
     for spec in family.SPECS
 }
 # Back end -> device types it serves; later entries are preferred where they hold the op.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -21,6 +21,7 @@ import torch
 
 from deepinfer.core.request import SamplingParams
 from deepinfer.device.transfer import send
+from deepinfer.ops.torch import sampling as reference
 from deepinfer.sampling import rng
 
 _LOG2E = 1.0 / math.log(2.0)
@@ -77,6 +78,8 @@ class Rows:
 
     What the host knows of all of them: drawn: may any have a temperature above 0? widest: no
     `reach` is above it. floored: may any have a floor? changed: those that change logits, by row.
+
+    draw: the op.
     """
 
     seed: torch.Tensor
@@ -90,6 +93,7 @@ class Rows:
     widest: int
     floored: bool
     changed: Mapping[int, Row] = field(default_factory=dict)
+    draw: Callable[..., torch.Tensor] = reference.draw
 
     @classmethod
     def of(cls, rows: Sequence[Row], device: torch.device | str) -> Rows:

@@ -60,8 +60,7 @@ def scores(logits: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, torch.Tensor
 def choose(x: torch.Tensor, rows: Rows, purpose: int | torch.Tensor = rng.TARGET) -> torch.Tensor:
     """Ids int64 [rows] from `scores` x [rows, vocab], with the noise of that purpose."""
     if rows.drawn:
-        noise = rng.gumbel_rows(rows.keys(purpose), x.shape[-1])
-        x = x + noise.masked_fill(~rows.warm[:, None], 0.0)
+        return rows.draw(x, rows.keys(purpose), rows.warm)
     return x.argmax(dim=-1)
 
 

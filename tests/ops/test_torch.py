@@ -223,13 +223,20 @@ def engram_gate(n):
     return rows, lambda s, kv: OPS.engram_gate(s, kv, q, k, 1e-20)
 
 
+def draw(n):
+    x = normal(n, 9001, dtype=torch.float64, scale=3).round()  # ties: the first counts
+    x[:, 11::13] = float("-inf")
+    streams, drawn = integers(1 << 62, n, low=-(1 << 62)), integers(2, n, seed=2) > 0
+    return (x, streams, drawn), OPS.draw
+
+
 CASES = {
     f.__name__: f
     for f in (
         rmsnorm, rope, rope_table, linear, linear_f32, grouped_linear, hc_mix, hc_collapse,
         hc_norm, hc_expand, store, extend, pool, quantise_index, index_scores, select,
         candidate_blocks,
-        choose, sparse_attention, router, moe, engram_rows, engram_lookup, engram_gate,
+        choose, sparse_attention, router, moe, engram_rows, engram_lookup, engram_gate, draw,
     )
 }  # fmt: skip
 
@@ -242,7 +249,7 @@ def outputs(run, rows):
 def same_bits(a, b):
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    return torch.equal(*(x.reshape(-1).contiguous().view(torch.uint8) for x in (a, b)))
 
 
 def row_bit_failures(build):

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 from deepinfer.core.request import SamplingParams  # noqa: E402
 from deepinfer.core.step import Likelihoods  # noqa: E402
 from deepinfer.device.sync import no_sync  # noqa: E402
+from deepinfer.ops.torch.sampling import gumbel  # noqa: E402
 from deepinfer.sampling import logits as logits_module  # noqa: E402
 from deepinfer.sampling import rng, sampler  # noqa: E402
 from deepinfer.sampling.logits import (  # noqa: E402
@@ -325,9 +326,7 @@ def test_a_device_has_the_bits_of_the_host():
     logits = torch.randn(40, 3001) * 3
     rows = [row(at, seed=at % 3, **MIX[at % len(MIX)]) for at in range(40)]
     here, there = columns(rows), Rows.of(rows, "cuda")
-    assert torch.equal(
-        rng.gumbel_rows(there.keys(), 3001).cpu(), rng.gumbel_rows(here.keys(), 3001)
-    )
+    assert torch.equal(gumbel(there.keys(), 3001).cpu(), gumbel(here.keys(), 3001))
     assert torch.equal(process(logits.cuda(), there).cpu(), process(logits, here))
     ids = sample(logits, rows)
     assert sample(logits.cuda(), rows) == ids
