@@ -107,6 +107,7 @@ class Device:
             drafts=self._rules.length if self._rules else 0,
             device=device,
             ops=parts.runner.ops,
+            judged=self._rules is None or self._rules.chance is None,
         )
         self.watch = False
         self.clock = Clock(device, clock)

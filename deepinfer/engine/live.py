@@ -53,12 +53,13 @@ class Live:
         drafts: int,
         device: torch.device | str,
         ops: Ops,
+        judged: bool = True,
     ) -> None:
         """pages, window_pages: of the pools; those numbers name their scratch pages. ops: of the
-        device."""
+        device. judged: drafts stand for what they are (`DraftRules.chance`)."""
         self.device, self._ops = torch.device(device), ops
         self.page_tokens, self.width = page_tokens, drafts
-        self._scratch = pages, window_pages
+        self._scratch, self._judged = (pages, window_pages), judged
         # Rows may reach past the pages of the longest request: its drafts do, and once it has
         # ended its newest token too.
         self._beyond = -(-(drafts + 1) // page_tokens) if drafts else 0
@@ -176,7 +177,7 @@ class Live:
     ) -> Rows:
         """What chooses the token that comes `behind` tokens after the newest one, for each of the
         slots [rows]; of: the slots of these numbers [rows]."""
-        if not drawing.drawn:
+        if not drawing.drawn and self._judged:
             return Rows.greedy(len(slots if of is None else of), self.device)
         slots = slots if of is None else slots[of]
         return Rows(
