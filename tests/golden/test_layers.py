@@ -81,7 +81,7 @@ def test_deliberate_mistakes_are_seen(mistake, monkeypatch):
 
     def wrong(*args, **kwargs):
         ops = build(*args, **kwargs)
-        ops.__dict__.update(MISTAKES[mistake])
+        ops.__dict__.update({**ops.apart(), **MISTAKES[mistake]})
         return ops
 
     monkeypatch.setattr(registry, "build", wrong)

@@ -34,7 +34,7 @@ def errors(name, which, shift=0):
     """Error of each listed row; ``shift``: the window is cut that many tokens too late."""
     case = golden.cases(name, "replay")[which]
     runner = golden.runner(name)
-    vars(runner.ops).update(vendor_sums.OPS)
+    vars(runner.ops).update({**runner.ops.apart(), **vendor_sums.OPS})
     ids = case["token_ids"]
     plan = ReplayRule.of(golden._parts(name)[0], "compact", case["keep"]).plan(len(ids))
     plan = dataclasses.replace(plan, kept=plan.kept + shift)
