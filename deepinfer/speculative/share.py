@@ -10,6 +10,7 @@ Bits do not depend on the device or on the batch, and the order of survivals is 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -30,15 +31,21 @@ def survivals(
     count = raw.shape[1]
     if len(temperatures) == 1:
         temperatures = tuple(temperatures) * count
-    so_far = raw.new_ones(raw.shape[0], dtype=torch.float64)
-    out = torch.empty_like(raw, dtype=torch.float64)
-    for at in range(count):  # one by one: a product of many may be taken in any order
-        # Not by a plain number: devices may multiply by its inverse.
-        x = raw[:, at].to(torch.float64) / torch.full_like(so_far, temperatures[at])
-        chance = 1 / (1 + exp(-x.clamp(-CLAMP, CLAMP)))
-        so_far = so_far * chance.masked_fill(x.isnan(), 0.0)
-        out[:, at] = so_far
+    # Not by a plain number: devices may multiply by its inverse.
+    x = raw.to(torch.float64) / _row(tuple(temperatures), raw.device)
+    chances = (1 / (1 + exp(-x.clamp(-CLAMP, CLAMP)))).masked_fill(x.isnan(), 0.0)
+    so_far = [chances[:, 0]] if count else []
+    for at in range(1, count):  # one by one: a product of many may be taken in any order
+        so_far.append(so_far[-1] * chances[:, at])
+    out = torch.stack(so_far, 1) if count else chances
     return out.masked_fill(torch.arange(count, device=raw.device) >= useful[:, None], 0.0)
+
+
+@functools.lru_cache(maxsize=8)
+def _row(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    """float64 [n], made without the host's waiting."""
+    whole = [torch.full((1,), value, dtype=torch.float64, device=device) for value in values]
+    return torch.cat(whole) if whole else torch.empty(0, dtype=torch.float64, device=device)
 
 
 def split(survivals: torch.Tensor, extra: int) -> tuple[torch.Tensor, torch.Tensor]:
