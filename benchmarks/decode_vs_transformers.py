@@ -150,8 +150,8 @@ def _matrices(module: object) -> list[object]:
         seen.add(id(item))
         if isinstance(item, torch.Tensor) or type(item).__name__ == "Packed":
             found.append(item)
-        elif type(item).__name__ == "Weight":
-            stack.append(item.source)
+        elif type(item).__name__ in ("Weight", "PanelWeight"):
+            found.append(getattr(item, "panels", None) or item.source)
         elif isinstance(item, dict):
             stack += list(item.values())
         elif isinstance(item, list | tuple):
