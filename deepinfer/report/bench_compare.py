@@ -174,9 +174,11 @@ def _paired(a: Saved, b: Saved) -> list[tuple[Row, Row]]:
         only = [row for at, row in first.items() if at not in second]
         new = [row for at, row in second.items() if at not in first]
         raise _unlike(only, new, f"{a.name} and {b.name}")
-    asked = {at: row.get("prompt_digest") for at, row in first.items()}
-    other = [row for at, row in second.items() if row.get("prompt_digest") != asked[at]]
-    if any(asked.values()) and other:
+    digests = [  # a row that failed has none
+        (row.get("prompt_digest"), second[at].get("prompt_digest")) for at, row in first.items()
+    ]
+    other = [pair for pair in digests if all(pair) and pair[0] != pair[1]]
+    if other:
         raise UsageError(
             "bench-unlike", f"{a.name} and {b.name} asked other prompts",
             [f"{len(other)} rows have the same axes and another prompt_digest"],

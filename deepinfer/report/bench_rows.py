@@ -62,7 +62,10 @@ def read(path: Path) -> Saved:
     text = _text(file, path)
     document = _parsed(text)
     if isinstance(document, Mapping) and isinstance(document.get("rows"), list):
-        meta, found, warnings = document.get("meta", {}), document["rows"], []
+        # The head of a document stands beside its `meta`, in a folder inside of it.
+        head = {name: value for name, value in document.items() if name not in ("meta", "rows")}
+        beside, found, warnings = document.get("meta"), document["rows"], []
+        meta = head | (beside if isinstance(beside, dict) else {})
         found = [row for row in found if _is_row(row)]
     else:
         lines = [line for line in text.split("\n") if line.strip()]

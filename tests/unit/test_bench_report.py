@@ -38,6 +38,11 @@ def test_a_document_is_read_like_its_folder(tmp_path):
     (tmp_path / "d.json").write_text(json.dumps({"meta": benched.meta(), "rows": rows}))
     found = bench_rows.read(tmp_path / "d.json")
     assert list(found.rows) == rows and found.meta == benched.meta() and not found.warnings
+    # `bench --json` has what is known of the machine beside its `meta`.
+    other = {"environment": {"torch": "9.9"}, "meta": {"model": "x"}, "rows": rows}
+    (tmp_path / "o.json").write_text(json.dumps(other))
+    differs = bench_compare.compare(tmp_path / "d.json", tmp_path / "o.json")["differs"]
+    assert any(line.startswith("torch:") and line.endswith("9.9") for line in differs)
 
 
 @pytest.mark.parametrize("text", [None, "", "{}\n", "not json", "[1, 2]", '{"rows": [{}]}'])
@@ -312,6 +317,11 @@ def test_rows_that_failed_are_counted_and_not_compared(tmp_path):
     b = benched.save(tmp_path / "b", rows)
     found = bench_compare.compare(a, b)
     assert found["failed"] == 1 and len(found["rows"]) == 1
+    told = [row | {"prompt_digest": "aa"} for row in rows]
+    d = benched.save(tmp_path / "d", told)
+    e = benched.save(tmp_path / "e", [told[0], rows[1] | {"status": "failed"}])
+    for pair in ((d, e), (e, d)):
+        assert bench_compare.compare(*pair)["failed"] == 1
     none = benched.save(tmp_path / "c", [row | {"status": "failed"} for row in rows])
     with pytest.raises(UsageError, match="no row was measured on both"):
         bench_compare.compare(none, b)
