@@ -111,7 +111,10 @@ class Folder:
         self._write("summary.csv", [self._table(list(self.rows.values()))])
 
     def finish(self) -> None:
-        """Every row is done: single repeats are in the rows."""
+        """Every row is done: single repeats are in the rows, and the table is of all of them, also
+        where a kill came between a row and its table."""
+        if self.rows:
+            self._write("summary.csv", [self._table(list(self.rows.values()))])
         (self.path / "samples.jsonl").unlink(missing_ok=True)
 
     def _append(self, name: str, line: Mapping[str, Any]) -> None:

@@ -156,6 +156,7 @@ def summary(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if ratio is None:
         why["self_ratio"] = "two repeats are needed"
     if good:
+        out["cached_tokens"] = spread([one["prompt_tokens"]["cached"] for one in good])
         out["prompt_tokens"] = good[-1]["prompt_tokens"]
         out["output_tokens"] = good[-1]["output_tokens"]
     if why:
