@@ -490,6 +490,7 @@ def free_bytes(device: str) -> int:
     if device != "cpu":
         import torch
 
+        getattr(torch, device).empty_cache()  # what an engine before this one has left
         return getattr(torch, device).mem_get_info()[0]
     free = detect.find(query=False).cpu.free_bytes
     return free if free is not None else 4 << 30  # a system that does not tell: a modest guess
