@@ -88,6 +88,8 @@ def measured(
 ) -> tuple[dict[str, Any], list[Mapping[str, Any]]]:
     """Run what is missing; the document about the run, and its rows in the grid's order, single
     ops behind them. what: e2e, ops or all."""
+    import torch
+
     from deepinfer.bench.run import Sweep, TooSlow
     from deepinfer.device.detect import TORCH_DEVICE, find
     from deepinfer.engine.assembly import free_bytes
@@ -109,6 +111,8 @@ def measured(
         output.warn("meta.json is missing or damaged: nothing tells how its rows were measured")
         folder.clear()
     conditions = {"before": ceilings.conditions(accelerator)}
+    if asked.settings.threads is not None:  # those of the rows, not what torch would take
+        torch.set_num_threads(asked.settings.threads)
     rates = ceilings.measure(device)
     output.say(_said(rates))
     floors = Floors(config, rates, device) if rates else None
@@ -149,11 +153,15 @@ def measured(
                 on_progress=progress, warn=warn,
             ).run()  # fmt: skip
 
+        chosen = {"prompt_len", "gen_len"} & asked.given
+        begun = folder.rows or folder.samples
+        impatient = not (chosen or short or begun) and len(jobs) <= _FEW
+        slow = False
         try:
-            chosen = {"prompt_len", "gen_len"} & asked.given
-            impatient = not (chosen or short or resume) and len(jobs) <= _FEW
             sweep(jobs, replace(method, patience=_PATIENCE if impatient else None))
         except TooSlow:
+            slow = True
+        if slow:  # behind the exception, which held on to the engines
             sizes = ", ".join(f"{key} {value[0]}" for key, value in bench_input.SHORT.items())
             output.note(f"this machine is slow: the rows are shorter ({sizes})")
             jobs = _jobs(output, asked, keep_going, True)
