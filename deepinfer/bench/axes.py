@@ -20,7 +20,7 @@ from deepinfer.errors import UsageError
 from deepinfer.settings import kinds, registry
 from deepinfer.settings.kinds import BadValue, Kind
 
-__all__ = ["AXES", "KINDS", "Axis", "combinations", "parse", "read_sweep", "row_id"]
+__all__ = ["AXES", "KINDS", "MOST", "Axis", "combinations", "parse", "read_sweep", "row_id"]
 
 KINDS = ("code", "arithmetic", "retrieval", "chat", "agent")
 """Text kinds of the embedded checkpoint; `agent` are sessions whose history grows."""
@@ -28,7 +28,7 @@ KINDS = ("code", "arithmetic", "retrieval", "chat", "agent")
 _SIZES = {"": 1, "k": 2**10, "m": 2**20}
 _COUNT = re.compile(r"([0-9]+)([km]?)", re.IGNORECASE)
 _RANGE = re.compile(r"([0-9]+[km]?)-([0-9]+[km]?)(?:([*+])([0-9]+[km]?))?", re.IGNORECASE)
-_MOST = 10_000  # values of one axis
+MOST = 10_000  # values of one axis, and rows of a sweep
 
 
 @dataclass(frozen=True)
@@ -139,11 +139,11 @@ def _values(axis: Axis, word: str) -> Sequence[object]:
     if high < low or step < (2 if grows else 1) or (grows and low < 1):
         raise BadValue("is no range that ends")
     values, value = [], low
-    while value <= high and len(values) <= _MOST:
+    while value <= high and len(values) <= MOST:
         values.append(value)
         value = value * step if grows else value + step
-    if len(values) > _MOST:
-        raise BadValue(f"has more than {_MOST:,} values")
+    if len(values) > MOST:
+        raise BadValue(f"has more than {MOST:,} values")
     return [axis.parse(str(value)) for value in values]
 
 
@@ -186,7 +186,13 @@ def read_sweep(path: Path) -> tuple[list[dict[str, tuple[Any, ...]]], dict[str, 
             "a TOML file with a table [axes], such as: mtp = [0, 5]",
         ) from None  # fmt: skip
     grids = table.pop("axes", {})
-    return [_grid(path, grid) for grid in ([grids] if isinstance(grids, dict) else grids)], table
+    grids = [grids] if isinstance(grids, dict) else grids
+    if not isinstance(grids, list) or not grids or not all(isinstance(g, dict) for g in grids):
+        raise UsageError(
+            "sweep-unreadable", f"{path.name}: axes is no table", ["[axes], or several [[axes]]"],
+            "deepinfer bench --help",
+        )  # fmt: skip
+    return [_grid(path, grid) for grid in grids], table
 
 
 def _grid(path: Path, grid: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
@@ -199,6 +205,11 @@ def _grid(path: Path, grid: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
                 [f"axes: {', '.join(AXES)}"], "deepinfer bench --help",
             )  # fmt: skip
         out[name] = parse(name, words)
+        if not out[name]:
+            raise UsageError(
+                "sweep-unreadable", f"{path.name}: {key} has no values",
+                [f"accepted: {AXES[name].accepted}"], f"{key} = [...], or leave it out",
+            )  # fmt: skip
     return out
 
 

@@ -7,6 +7,7 @@ option. Only a configuration is read; no weight and no device is touched.
 from __future__ import annotations
 
 import hashlib
+import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,13 +34,14 @@ __all__ = ["SHORT", "Asked", "fingerprint", "jobs", "read_asked"]
 
 # Rows nobody described: short enough for a minute on two cores without compiled kernels ...
 _DEFAULTS: dict[str, tuple[Any, ...]] = {
-    "prompt_len": (512,), "gen_len": (32,), "batch_size": (1,), "cached": (0,),
+    "prompt_len": (512,), "gen_len": (32,), "batch_size": (1,), "cached": (None,),
     "workload": ("code",),
 }  # fmt: skip
 # ... and for a machine that is too slow for them.
 SHORT: dict[str, tuple[Any, ...]] = {"prompt_len": (256,), "gen_len": (16,)}
-_AGENT_HIT = ("75%",)
+_HIT = {"agent": "75%"}  # of a prompt is known, by workload, unless somebody said
 _METHOD = {"repeats": 5, "warmup": 1, "temperature": 0.0}
+_LEAST = {"repeats": 1, "warmup": 0, "temperature": 0.0}
 # Settings that change no number.
 _SILENT = ("log_level", "config", "no_progress", "debug", "build_dir", "jit_cache_dir",
            "decode_perf_cache_dir", "decode_perf_cache_ttl_sec")  # fmt: skip
@@ -86,8 +88,9 @@ def read_asked(
     beside: dict[str, Any] = {}
     if sweep is not None:
         grids, beside = axes.read_sweep(Path(sweep))
-        synthetic = synthetic or beside.pop("synthetic", None)
-        accepted_length = accepted_length or beside.pop("accepted_length", None)
+        of_file = {name: beside.pop(name, None) for name in ("synthetic", "accepted_length")}
+        synthetic = synthetic or of_file["synthetic"]
+        accepted_length = accepted_length or of_file["accepted_length"]
         unknown = next((key for key in beside if key not in _METHOD), None)
         if unknown:
             raise UsageError(
@@ -95,6 +98,14 @@ def read_asked(
                 [f"entries: synthetic, accepted_length, {', '.join(_METHOD)}, and a table axes"],
                 "deepinfer bench --help",
             )  # fmt: skip
+        for name, value in beside.items():
+            least = _LEAST[name]
+            number = isinstance(value, int | type(least)) and not isinstance(value, bool)
+            if not number or not value >= least:
+                raise UsageError(
+                    "sweep-unreadable", f"{Path(sweep).name}: {name} = {value!r} is not accepted",
+                    [f"accepted: numbers from {least}"], f"{name} = {_METHOD[name]}",
+                )  # fmt: skip
     texts = workload = None
     if prompts is not None:
         if "workload" in given:
@@ -105,7 +116,13 @@ def read_asked(
         texts = read_jsonl(prompts, output.note)
         digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:8]
         workload = f"{Path(prompts).name}#{digest}"
-    whole = [{**_defaults({**grid, **given}, texts), **grid, **given} for grid in grids]
+    whole = [{**_defaults(texts), **grid, **given} for grid in grids]
+    count = sum(math.prod(map(len, grid.values())) for grid in whole)
+    if count > axes.MOST:
+        raise UsageError(
+            "bad-axis", f"a sweep of {count:,} rows is too long", [f"at most {axes.MOST:,}"],
+            "shorter lists, or a sweep for each part",
+        )  # fmt: skip
     accelerator = _accelerator(settings, whole, runs)
     folder, size, name, config = _model(output, settings, synthetic, accelerator)
     if accepted_length is not None:
@@ -175,16 +192,9 @@ def _model(
     return folder, None, name, read_config(folder / "config.json")
 
 
-def _defaults(
-    grid: Mapping[str, tuple[Any, ...]], texts: Sequence[str] | None
-) -> dict[str, tuple[Any, ...]]:
-    """What nobody said. A user's texts are as long as they are; a session has a history."""
-    found = dict(_DEFAULTS)
-    if "agent" in grid.get("workload", ()):
-        found["cached"] = _AGENT_HIT
-    if texts is not None:
-        found["prompt_len"] = (None,)
-    return found
+def _defaults(texts: Sequence[str] | None) -> dict[str, tuple[Any, ...]]:
+    """What nobody said. A user's texts are as long as they are."""
+    return _DEFAULTS | ({"prompt_len": (None,)} if texts is not None else {})
 
 
 def jobs(
@@ -214,7 +224,7 @@ def jobs(
                     output.warn(line)
             row = _axes(asked, values, effective)
             if problem is not None:
-                row |= {name: values[name] for name in values if name in row}
+                row |= {name: values[name] for name in axes.settings_axes() if name in values}
             job = Job(row, settings, problem)
             found.setdefault(job.row_id, job)
     return list(found.values())
@@ -239,6 +249,9 @@ def _settings(asked: Asked, values: Mapping[str, Any]) -> Settings:
 def _axes(asked: Asked, values: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
     """What tells the row from others, with the values that hold: one spelling for what is alike."""
     length, drafts = values.get("prompt_len"), settings.mtp > 0
+    cached = values["cached"]
+    if cached is None:
+        cached = _HIT.get(values["workload"], 0)
     backend = "+".join(
         name if op == "all" else f"{op}={name}" for op, name in sorted(settings.backend.items())
     )
@@ -246,7 +259,7 @@ def _axes(asked: Asked, values: Mapping[str, Any], settings: Settings) -> dict[s
         "prompt_len": length,
         "gen_len": values["gen_len"],
         "batch_size": values["batch_size"],
-        "cached": axes.tokens_cached(values["cached"], length) if length else 0,
+        "cached": axes.tokens_cached(cached, length) if length else 0,
         "swa_keep": "full" if settings.replay_mode == "off" else settings.swa_keep,
         "replay_mode": settings.replay_mode,
         "mtp": settings.mtp,
@@ -273,7 +286,10 @@ def dtype_of(asked: Asked, settings: Settings) -> str:
 
 def ops_settings(asked: Asked, backend: str) -> Settings:
     """Of an engine whose chunks run every layer on every row, by one back end."""
-    return _settings(asked, {"backend": backend, "swa_keep": "full", "mtp": 0})
+    device = asked.accelerator
+    return _settings(
+        asked, {"backend": backend, "swa_keep": "full", "mtp": 0, "accelerator": device}
+    )
 
 
 def values_of(asked: Asked, name: str, otherwise: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -72,6 +72,25 @@ def test_the_default_folder_and_the_table(bench, tmp_path):
     assert "ceilings, measured now: copy 10 GB/s" in done.err
 
 
+def test_ceilings_are_measured_with_the_threads_of_the_rows(bench, monkeypatch):
+    import torch
+
+    from deepinfer.bench import ceilings
+
+    seen = []
+
+    def measure(device):
+        seen.append(torch.get_num_threads())
+        return dict(RATES)
+
+    monkeypatch.setattr(ceilings, "measure", measure)
+    try:
+        assert bench("-r", "1", "--threads", "2", "-q").status == 0
+    finally:
+        torch.set_num_threads(1)
+    assert seen == [2, 2]
+
+
 def test_quiet_is_one_number_a_row(bench):
     done = bench("-r", "1", "--mtp", "0", "-q", "--batch-size", "1,2", "--no-plot")
     assert done.err == "" and len([float(line) for line in done.out.splitlines()]) == 2
@@ -105,6 +124,16 @@ def test_resume_runs_what_is_missing_only(bench, tmp_path):
     assert error["code"] == "resume-mismatch" and "repeats was 1, now 2" in error["message"]
 
 
+def test_a_table_that_a_kill_cut_short_is_made_again(bench, tmp_path):
+    ask = ("--batch-size", "1,2", "-r", "1", "--out", "o", "--no-plot", "-q")
+    assert bench(*ask).status == 0
+    table = tmp_path / "o" / "summary.csv"
+    whole = table.read_text()
+    table.write_text("".join(whole.splitlines(keepends=True)[:-1]))
+    assert bench(*ask, "--resume").status == 0
+    assert table.read_text() == whole
+
+
 def test_a_failing_combination(bench, tmp_path):
     refused = bench("--swa-keep", "16,28", "-r", "1", "--json")
     assert refused.status == 2
@@ -135,6 +164,43 @@ def test_a_sweep_file_and_options_above_it(bench, tmp_path):
         (0, "code"), (2, "code"), (5, "chat"),
     ]  # fmt: skip
     assert {r["axes"]["batch_size"] for r in rows} == {3}
+
+
+def test_the_model_of_a_sweep_file_can_be_another(cli, tmp_path):
+    (tmp_path / "s.toml").write_text('synthetic = "tiny"\naccepted_length = 2\n')
+    ask = ("--sweep", "s.toml", "--accelerator", "cpu", "--dry-run", "--json")
+    done = cli("bench", *ask, "--synthetic", "flash-slice:1+1", "--accepted-length", "3")
+    assert done.status == 0, done.out
+    [row] = json.loads(done.out)["rows"]
+    told = row["axes"]["synthetic"], row["axes"]["accepted_length"]
+    assert told == ("flash-slice:1+1", 3.0)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["axes = []", "axes = 5", "axes = [1]", "[axes]\ngen_len = []", "repeats = 0", "repeats = '3'",
+     "warmup = -1", "temperature = nan", "repeats = true"],
+)  # fmt: skip
+def test_a_sweep_file_that_says_nothing_or_nonsense(bench, tmp_path, text):
+    (tmp_path / "s.toml").write_text(text + "\n")
+    done = bench("--sweep", "s.toml", "--dry-run", "--json", tiny=())
+    assert done.status == 2
+    assert json.loads(done.out)["error"]["code"] == "sweep-unreadable"
+
+
+def test_a_sweep_that_never_ends_is_refused(bench):
+    many = ("--prompt-len", "1-999", "--gen-len", "1-999", "--batch-size", "1-999")
+    done = bench(*many, "--dry-run", "--json", tiny=())
+    assert done.status == 2
+    assert "997,002,999 rows" in json.loads(done.out)["error"]["message"]
+
+
+def test_a_share_of_a_row_that_cannot_run(bench):
+    ask = ("--swa-keep", "16", "--cached", "50%", "--keep-going", "-r", "1", "--json", "--no-plot")
+    done = bench(*ask)
+    assert done.status == 1, done.out
+    [row] = json.loads(done.out)["rows"]
+    assert (row["axes"]["swa_keep"], row["axes"]["cached"]) == (16, 20)
 
 
 SWEEPS = sorted((ROOT / "benchmarks" / "sweeps").glob("*.toml"))
@@ -263,6 +329,8 @@ def test_a_session_has_a_history_unless_told_otherwise(bench):
 
     assert [row["axes"]["cached"] for row in plan()] == [30]
     assert [row["axes"]["cached"] for row in plan("--cached", "0,50%")] == [0, 20]
+    both = plan("--workload", "code,agent")
+    assert [row["axes"]["cached"] for row in both] == [0, 30], "of sessions alone"
 
 
 def test_the_plan_has_a_schema(bench, valid):
