@@ -26,8 +26,9 @@ KINDS = ("code", "arithmetic", "retrieval", "chat", "agent")
 """Text kinds of the embedded checkpoint; `agent` are sessions whose history grows."""
 
 _SIZES = {"": 1, "k": 2**10, "m": 2**20}
-_COUNT = re.compile(r"([0-9]+)([km]?)", re.IGNORECASE)
-_RANGE = re.compile(r"([0-9]+[km]?)-([0-9]+[km]?)(?:([*+])([0-9]+[km]?))?", re.IGNORECASE)
+_COUNT = re.compile(r"([0-9]{1,15})([km]?)", re.IGNORECASE)
+_END = "([0-9]{1,15}[km]?)"
+_RANGE = re.compile(rf"{_END}-{_END}(?:([*+]){_END})?", re.IGNORECASE)
 MOST = 10_000  # values of one axis, and rows of a sweep
 
 

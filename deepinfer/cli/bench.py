@@ -191,12 +191,13 @@ def command(
         accepted_length=accepted_length, runs=not dry_run,
         method={"repeats": repeats, "warmup": warmup, "temperature": temperature},
     )  # fmt: skip
-    if dry_run:
-        return bench_record.plan(output, asked, words[0], keep_going)
-    old = _baseline(output, baseline)
     from deepinfer.report import bench as shown
 
+    old = _baseline(output, baseline)
     folder = bench_record.folder_of(asked, out, resume, shown.csv)
+    if dry_run:
+        return bench_record.plan(output, asked, words[0], keep_going)
+    folder.check()
     try:
         meta, rows = bench_record.measured(output, asked, folder, words[0], resume, keep_going)
     except BaseException as leaving:

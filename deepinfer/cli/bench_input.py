@@ -22,7 +22,7 @@ from deepinfer.cli.output import Output
 from deepinfer.cli.prompt import read_jsonl
 from deepinfer.cli.replay_input import read_config
 from deepinfer.device.detect import Found, find, pick, version_of
-from deepinfer.errors import DeepinferError, UsageError
+from deepinfer.errors import CapacityError, DeepinferError, UsageError
 from deepinfer.settings import Settings, for_device, for_model, registry, resolve
 from deepinfer.toolchain import built
 
@@ -212,8 +212,9 @@ def jobs(
             try:
                 settings = _settings(asked, values)
                 effective = for_device(settings, asked.accelerator)
+                _fits(asked.config, values)
                 problem = None
-            except UsageError as refused:
+            except (UsageError, CapacityError) as refused:
                 if not keep_going:
                     raise
                 settings = effective = asked.settings
@@ -228,6 +229,18 @@ def jobs(
             job = Job(row, settings, problem)
             found.setdefault(job.row_id, job)
     return list(found.values())
+
+
+def _fits(config: ModelConfig, values: Mapping[str, Any]) -> None:
+    """Raises CapacityError for more tokens than the model has places, one of them spare."""
+    tokens = (values.get("prompt_len") or 0) + values["gen_len"]
+    most = config.max_position_embeddings
+    if tokens >= most:
+        raise CapacityError(
+            "prompt-too-long",
+            f"prompt and answer have {tokens:,} tokens, the model takes {most - 1:,}",
+            hint="--prompt-len or --gen-len shorter",
+        )
 
 
 def _settings(asked: Asked, values: Mapping[str, Any]) -> Settings:

@@ -68,7 +68,7 @@ def plan(output: Output, asked: Asked, what: str, keep_going: bool) -> int:
 
 
 def folder_of(asked: Asked, out: str | None, resume: bool, table: Callable[[Rows], str]) -> Folder:
-    """The folder of the results, checked and made. Raises UsageError."""
+    """The folder of the results, not made yet. Raises UsageError where it has some."""
     folder = (
         Folder(Path(out), table)
         if out is not None
@@ -79,7 +79,6 @@ def folder_of(asked: Asked, out: str | None, resume: bool, table: Callable[[Rows
             "output-exists", f"{folder.path} already has results", ["from --out"],
             f"--out {folder.path} --resume to go on, or another folder",
         )  # fmt: skip
-    folder.check()
     return folder
 
 

@@ -195,6 +195,21 @@ def test_a_sweep_that_never_ends_is_refused(bench):
     assert "997,002,999 rows" in json.loads(done.out)["error"]["message"]
 
 
+def test_a_plan_is_refused_where_the_run_would_be(bench, tmp_path):
+    (tmp_path / "o").mkdir()
+    (tmp_path / "o" / "rows.jsonl").touch()
+    for args, status, code in (
+        (("--out", "o"), 2, "output-exists"),
+        (("--baseline", "nothing"), 2, "bench-missing"),
+        (("--prompt-len", "1m"), 5, "prompt-too-long"),
+        (("--prompt-len", "9" * 5000), 2, "bad-axis"),
+    ):
+        done = bench(*args, "--dry-run", "--json")
+        assert (done.status, json.loads(done.out)["error"]["code"]) == (status, code)
+    assert bench("--out", "new", "--dry-run").status == 0
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_share_of_a_row_that_cannot_run(bench):
     ask = ("--swa-keep", "16", "--cached", "50%", "--keep-going", "-r", "1", "--json", "--no-plot")
     done = bench(*ask)
