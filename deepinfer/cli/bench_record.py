@@ -113,6 +113,8 @@ def measured(
     if asked.settings.threads is not None:  # those of the rows, not what torch would take
         torch.set_num_threads(asked.settings.threads)
     rates = ceilings.measure(device)
+    # Rows that are there already were measured under those of the first run.
+    first = ((before or {}).get("ceilings") or {}).get("before") or rates
     output.say(_said(rates))
     floors = Floors(config, rates, device) if rates else None
     if floors and len(jobs) <= _FEW:
@@ -126,7 +128,7 @@ def measured(
         "short": short,
         "rows": len(jobs),
         **{name: value for name, value in _told(asked).items()},
-        "ceilings": {"before": rates, "after": None, "moved": None} if rates else None,
+        "ceilings": {"before": first, "after": None, "moved": None} if rates else None,
         "conditions": conditions,
         "runs": [*(before or {}).get("runs", []), datetime.now(UTC).isoformat(timespec="seconds")],
     }
@@ -172,8 +174,8 @@ def measured(
     conditions["after"] = ceilings.conditions(accelerator)
     if rates:
         after = ceilings.measure(device)
-        moved = ceilings.moved(rates, after)
-        meta["ceilings"] = {"before": rates, "after": after, "moved": moved}
+        moved = ceilings.moved(first, after)
+        meta["ceilings"] = {"before": first, "after": after, "moved": moved}
     folder.write_meta(meta)
     folder.finish()
     ops = [row for row in folder.rows.values() if row["kind"] == "ops" and what != "e2e"]

@@ -91,6 +91,17 @@ def test_ceilings_are_measured_with_the_threads_of_the_rows(bench, monkeypatch):
     assert seen == [2, 2]
 
 
+def test_ceilings_that_moved_between_two_runs_of_a_sweep_are_told(bench, monkeypatch):
+    from deepinfer.bench import ceilings
+
+    ask = ("-r", "1", "--out", "o", "--no-plot", "--batch-size")
+    assert bench(*ask, "1").status == 0
+    slower = {name: rate / 2 for name, rate in RATES.items()}
+    monkeypatch.setattr(ceilings, "measure", lambda device: dict(slower))
+    done = bench(*ask, "1,2", "--resume")
+    assert done.status == 0 and "the ceilings moved by more than 3" in done.err
+
+
 def test_quiet_is_one_number_a_row(bench):
     done = bench("-r", "1", "--mtp", "0", "-q", "--batch-size", "1,2", "--no-plot")
     assert done.err == "" and len([float(line) for line in done.out.splitlines()]) == 2
