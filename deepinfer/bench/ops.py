@@ -159,9 +159,9 @@ def _row(work: Work, repeats: int, floors: Floors | None) -> dict[str, Any]:
 
 @contextmanager
 def _kept(ops: Any) -> Iterator[dict[str, list[Call]]]:
-    """Keep every call of `OPS` while the block runs."""
+    """Keep every call of `OPS` while the block runs, each for itself."""
     table, calls = vars(ops), defaultdict(list)
-    plain = {name: table[name] for name in OPS}
+    plain = dict(table)
 
     def kept(name: str) -> Callable[..., Any]:
         def op(*args: Any, **kwargs: Any) -> Any:
@@ -171,7 +171,7 @@ def _kept(ops: Any) -> Iterator[dict[str, list[Call]]]:
 
         return op
 
-    table.update({name: kept(name) for name in OPS})
+    table.update({name: kept(name) for name in OPS} | ops.apart())
     try:
         yield calls
     finally:

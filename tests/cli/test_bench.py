@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import t6
+from tests import native, t6
 
 ROOT = Path(__file__).parents[2]
 # Sizes that the tiny model can run: its window is 16 tokens, a page has 4.
@@ -322,13 +322,18 @@ def test_an_interrupt_leaves_a_folder_to_go_on_with(bench, tmp_path, monkeypatch
     assert count[0] == 101, "the repeat that was missing, and no other"
 
 
-def test_single_ops(bench, valid):
-    done = bench("ops", "--batch-size", "1,4", "-r", "2", "--json")
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_single_ops(bench, valid, backend):
+    """Those that a back end runs together too."""
+    ask = ["ops", "--backend", backend, "--batch-size", "1,4", "-r", "2", "--json"]
+    if backend == "cpu":
+        native.library_path()
+    done = bench(*ask, DEEPINFER_BUILD_DIR=str(native.BUILD_DIR))
     assert done.status == 0, done.err
     document = valid("bench", json.loads(done.out))
     rows = {(row["axes"]["op"], row["axes"]["rows"]): row for row in document["rows"]}
     assert {op for op, _ in rows} >= {"linear", "moe", "sparse_attention", "choose", "hc_mix"}
-    assert {row["axes"]["backend"] for row in rows.values()} == {"torch"}
+    assert {row["axes"]["backend"] for row in rows.values()} == {backend}
     for op in ("moe", "hc_mix"):
         assert rows[op, 4]["flops"] == 4 * rows[op, 1]["flops"]
         assert rows[op, 1]["bytes"] < rows[op, 4]["bytes"] < 4 * rows[op, 1]["bytes"]
