@@ -39,7 +39,8 @@ struct Pool {
   std::mutex changing;  // one job, or one change of size, at a time
   std::mutex sleeping;
   std::condition_variable wake;
-  int threads = 1;  // the caller's included
+  // The caller's included. One that wakes late may look while it is changed.
+  std::atomic<int> threads{1};
   int started = 1;
 
   void (*f)(void*, int64_t) = nullptr;
@@ -81,8 +82,8 @@ struct Pool {
   }
 
   void run(int64_t count, void (*body)(void*, int64_t), void* with) {
-    std::unique_lock<std::mutex> lock(changing, std::try_to_lock);
-    if (inside || threads == 1 || count <= 1 || !lock.owns_lock()) {
+    std::unique_lock<std::mutex> lock(changing, std::defer_lock);
+    if (inside || threads == 1 || count <= 1 || !lock.try_lock()) {
       for (int64_t t = 0; t < count; t++) body(with, t);
       return;
     }
