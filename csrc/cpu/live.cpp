@@ -22,10 +22,11 @@ DI_OP(live_rows)
  const int64_t* length, const int64_t* last, const int64_t* drafts, int64_t most,
  const int64_t* pages, const int64_t* windows, int64_t wide, int64_t columns, int64_t* of_request,
  int64_t* of_row, int64_t* tables) {
+  if (columns > wide) return kUnsupported;
   int64_t row = 0;
   for (int64_t r = 0; r < requests; r++) {
     int64_t s = slots[r], start = length[s] - 1;
-    if (row + allotted[r] >= total) return kUnsupported;
+    if (allotted[r] > most || row + allotted[r] >= total) return kUnsupported;
     of_request[r] = start, of_request[requests + r] = allotted[r] + 1;
     of_request[2 * requests + r] = row;
     for (int64_t t = 0; t <= allotted[r]; t++, row++) {
@@ -37,7 +38,7 @@ DI_OP(live_rows)
     memcpy(tables + r * columns, pages + s * wide, bytes);
     memcpy(tables + (requests + r) * columns, windows + s * wide, bytes);
   }
-  return kOk;
+  return row == total ? kOk : kUnsupported;
 }
 // out bool [requests, n]; stops int64 [slots, stops_count].
 DI_OP(ends)

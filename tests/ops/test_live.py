@@ -63,11 +63,16 @@ def test_live_rows(ops, most, seed):
     assert windows_of.tolist() == [windows[s][:width] for s in slots]
 
 
-def test_more_rows_than_there_is_room_for_are_refused():
-    args = (*tensors([1, 0], [2, 2], [3, 3, 3], [5, 5, 5]), torch.zeros(3, 2).long())
+@pytest.mark.parametrize(
+    "allotted, total, columns",
+    [([2, 2], 5, 1), ([2, 2], 7, 1), ([3, 2], 7, 1), ([2, 2], 6, 2)],
+    ids=["more rows", "fewer rows", "more drafts", "more pages"],
+)
+def test_what_does_not_fit_is_refused(allotted, total, columns):
+    args = (*tensors([1, 0], allotted, [3, 3, 3], [5, 5, 5]), torch.zeros(3, 2).long())
     tables = tensors([[1]] * 3, [[1]] * 3)
     with pytest.raises(InternalError):
-        native.ops(None, 1).live_rows(*args, *tables, 5, 1)
+        native.ops(None, 1).live_rows(*args, *tables, total, columns)
 
 
 @pytest.mark.parametrize("count", [1, 3])
