@@ -1,10 +1,9 @@
 // Where the rows of a step lie: in rings, pages, compression groups and among each other.
-#include <string.h>
-
 #include "deepinfer/op.h"
 
 namespace deepinfer {
 namespace DI_NAME {
+namespace {
 
 // N rows of sequences: first position and first row of each; sequence and position of each row.
 struct Rows {
@@ -30,6 +29,7 @@ const float* member(const float* from, const float* state, int64_t width, const 
   return state + (slots[i / ring] * ring + i % ring) * width;
 }
 
+}  // namespace
 }  // namespace DI_NAME
 }  // namespace deepinfer
 
