@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from deepinfer.ops import fused, registry
+from deepinfer.ops.cpu import fused as kernels
 from deepinfer.quant import codec
 from tests.ops.native import SIDES, library, ops
 from tests.ops.test_torch import normal, same_bits
@@ -44,7 +45,8 @@ def calls(table, rows, dtype=BF16, kind="fp8"):
     fn = matrix(table, C * (2 + C), C * H, kind=None, seed=5, dtype=torch.float32)
     scale, base = normal(3, seed=6).float(), normal(C * (2 + C), seed=7).float()
     experts = [
-        matrix(table, EXPERTS, *s, kind="fp4", seed=8) for s in 2 * [(INNER, H)] + [(H, INNER)]
+        matrix(table, EXPERTS, *s, kind=kind and "fp4", seed=8)
+        for s in 2 * [(INNER, H)] + [(H, INNER)]
     ]
     shared = [matrix(table, *s, kind=kind, seed=9) for s in 2 * [(INNER, H)] + [(H, INNER)]]
     gate, bias = matrix(table, EXPERTS, H, kind=None, seed=10), normal(EXPERTS, seed=11).float()
@@ -67,18 +69,23 @@ def outputs(result):
     return result if isinstance(result, tuple) else (result,)
 
 
-@pytest.mark.parametrize("rows", [0, 1, 3, 40])
+@pytest.mark.parametrize("rows", [0, 1, 3, 300])  # the last: work for all threads
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
 @pytest.mark.parametrize("kind", ["fp8", None])
 def test_bits(table, rows, dtype, kind):
-    """float32 rows, and kinds that no kernel takes together, are composed: that is tried too."""
+    """float32 rows are composed: that is tried too."""
     apart = fused.composed(table)
     for name, arguments in calls(table, rows, dtype, kind):
-        if name == "ffn" and kind is None and dtype == BF16:
-            continue  # packed experts beside plain ones: no checkpoint is so
         got, want = getattr(table, name)(*arguments), apart[name](*arguments)
         for a, b in zip(outputs(got), outputs(want), strict=True):
             assert a.shape == b.shape and same_bits(a, b), name
+
+
+@pytest.mark.parametrize("kind", ["fp8", None])
+def test_kernels_hold_what_models_have(kind):
+    held = library()
+    for name, arguments in calls(registry.build("cpu", libraries={"cpu": held}), 3, kind=kind):
+        getattr(kernels, name)(held, composed=None)(*arguments)  # TypeError where it is asked
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e38])
