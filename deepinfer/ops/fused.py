@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-Table = tuple[torch.Tensor, torch.Tensor]
+    Table = tuple[torch.Tensor, torch.Tensor]
 
 
 def hc_enter(
