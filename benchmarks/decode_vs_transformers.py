@@ -259,7 +259,7 @@ def main() -> int:
         folder, name = models.folder(Path(scratch), asked.model)
         ours = {PLAIN: Ours(folder, mtp=0), DRAFTS: Ours(folder)}
     config = ours[PLAIN].config
-    backend = ours[PLAIN].llm.parts.settings["DEEPINFER_CPU_LEVEL"]
+    backend = ours[PLAIN].llm.parts.settings["DEEPINFER_CPU_LEVEL"]["value"]
     peer = Peer(config, asked.peer_dtype)
     called = f"transformers {peer.version} deepseek_v4 {asked.peer_dtype}"
     entries, rows, shown = [], [], []
