@@ -25,12 +25,9 @@ from deepinfer.bench.workload import Prompts
 from deepinfer.core.request import SamplingParams
 from deepinfer.engine.assembly import Parts
 from deepinfer.engine.engine import LLM
-from deepinfer.replay.meter import Meter
+from deepinfer.replay.meter import MULTIPLY, Meter
 
-__all__ = ["OPS", "Side", "measure"]
-
-OPS = ("linear", "linear_f32", "grouped_linear", "hc_mix", "moe", "sparse_attention", "choose")
-"""The ops that multiply; all others move bytes."""
+__all__ = ["Side", "measure"]
 
 _LEAST = 5e-3  # seconds that one timing takes at least
 
@@ -77,7 +74,7 @@ class Side:
                 {"op": name, "rows": rows, **self.axes}, table[name], calls[name], flops[name],
                 sum(_bytes(name, *call) for call in calls[name]),
             )
-            for name in OPS if flops.get(name)
+            for name in MULTIPLY if flops.get(name)
         ]  # fmt: skip
 
     @contextmanager
@@ -159,23 +156,19 @@ def _row(work: Work, repeats: int, floors: Floors | None) -> dict[str, Any]:
 
 @contextmanager
 def _kept(ops: Any) -> Iterator[dict[str, list[Call]]]:
-    """Keep every call of `OPS` while the block runs, each for itself."""
-    table, calls = vars(ops), defaultdict(list)
-    plain = dict(table)
+    """Keep every call of what multiplies while the block runs, each for itself."""
+    calls: dict[str, list[Call]] = defaultdict(list)
 
-    def kept(name: str) -> Callable[..., Any]:
+    def kept(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
         def op(*args: Any, **kwargs: Any) -> Any:
-            result = plain[name](*args, **kwargs)
+            result = plain(*args, **kwargs)
             calls[name].append((args, kwargs, result))
             return result
 
         return op
 
-    table.update({name: kept(name) for name in OPS} | ops.apart())
-    try:
+    with ops.replaced({name: kept(name, getattr(ops, name)) for name in MULTIPLY}):
         yield calls
-    finally:
-        table.update(plain)
 
 
 def _bytes(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:

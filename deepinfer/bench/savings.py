@@ -8,7 +8,7 @@ of what the same prompt would take uncut, resumed at the same token; all layers 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from deepinfer.model import cost
 from deepinfer.model.config import ModelConfig
@@ -28,7 +28,7 @@ class Measured(Protocol):
 
 def rows_saved(plan: ReplayPlan) -> float:
     """The planned share of layer-token rows."""
-    return _share(_rows(plan), _rows(_uncut(plan)))
+    return _share(cost.plan_rows(plan), cost.plan_rows(_uncut(plan)))
 
 
 def savings(
@@ -36,20 +36,15 @@ def savings(
 ) -> dict[str, dict[str, float]]:
     """`prefill_saved_rows` and `prefill_saved_flops` of a row, each planned and measured."""
     uncut = _uncut(plan)
-    rows, flops = _rows(uncut), cost.total_flops(config, uncut)
+    rows, flops = cost.plan_rows(uncut), cost.total_flops(config, uncut)
     return {
-        "prefill_saved_rows": _both(_rows(plan), measured.layer_rows, rows),
+        "prefill_saved_rows": _both(cost.plan_rows(plan), measured.layer_rows, rows),
         "prefill_saved_flops": _both(cost.total_flops(config, plan), measured.total_flops, flops),
     }
 
 
 def _uncut(plan: ReplayPlan) -> ReplayPlan:
     return replace(plan, mode="off", kept=0)
-
-
-def _rows(plan: ReplayPlan) -> int:
-    starts: Any = (plan.rows_from(layer) for layer in range(plan.layers))
-    return sum(plan.tokens - min(start, plan.tokens) for start in starts)
 
 
 def _both(planned: int, measured: int, full: int) -> dict[str, float]:

@@ -79,25 +79,3 @@ class LiveRows(Spans):
     windows: torch.Tensor | None
     most: int
     longest: int
-
-    @classmethod
-    def spread(
-        cls,
-        slots: torch.Tensor,
-        starts: torch.Tensor,
-        counts: torch.Tensor,
-        total: int,
-        ids: torch.Tensor,
-        pages: torch.Tensor,
-        windows: torch.Tensor | None,
-        most: int,
-        longest: int,
-    ) -> LiveRows:
-        """``starts`` int64 [R]: the position of each request's first row; ``counts`` int64 [R]: its
-        rows, at least one, ``total`` of all."""
-        spans = Spans.over(starts, counts, total)
-        return cls(
-            **vars(spans),
-            slots=slots, ids=ids, behind=spans.positions - spans.starts[spans.of], pages=pages,
-            windows=windows, most=most, longest=longest,
-        )  # fmt: skip

@@ -161,13 +161,17 @@ def total_flops(
 def saving(config: ModelConfig, plan: ReplayPlan) -> Saving:
     """What a plan saves against all layers on all rows (serving semantics §8)."""
     full = replace(plan, mode="off", cached=0, refill=0, kept=0)
-    layers = range(config.num_hidden_layers)
     return Saving(
-        rows_full=plan.tokens * len(layers),
-        rows=sum(plan.tokens - min(plan.rows_from(i), plan.tokens) for i in layers),
+        rows_full=plan_rows(full),
+        rows=plan_rows(plan),
         flops_full=total_flops(config, full),
         flops=total_flops(config, plan),
     )
+
+
+def plan_rows(plan: ReplayPlan) -> int:
+    """Layer-token rows that a plan computes."""
+    return sum(plan.tokens - min(plan.rows_from(i), plan.tokens) for i in range(plan.layers))
 
 
 def weight_bytes(config: ModelConfig, layer: int, rows: int) -> dict[str, float]:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -67,8 +68,19 @@ class Ops:
         self.__dict__.update(table)
 
     def apart(self) -> dict[str, Callable[..., Any]]:
-        """The sequences as calls of the table's other ops, for who wants to see each of them."""
+        """The sequences as calls of the table's other ops."""
         return fused.composed(self)
+
+    @contextmanager
+    def replaced(self, others: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+        """While the block runs, these stand in place of the ops of their names, and sequences call
+        them one by one."""
+        plain = dict(vars(self))
+        vars(self).update({**self.apart(), **others})
+        try:
+            yield
+        finally:
+            vars(self).update(plain)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         raise AttributeError(f"no such op: {name}")

@@ -74,24 +74,22 @@ class Watch:
 
     def __init__(self, table: Ops, names: Mapping[int, str], known: Record | None = None) -> None:
         self.record, self.difference = Record(), None
-        self._table, self._names, self._known = vars(table), names, known
-        self._apart = table.apart()
+        self._table, self._names, self._known = table, names, known
         self._where = "before the first weight"
         self._positions: list[torch.Tensor] = []
 
     def __enter__(self) -> Watch:
-        self._plain = dict(self._table)
-        for name in self._plain:
-            if name not in _UNWATCHED and name not in self._apart:
-                self._table[name] = self._watched(name)
-        self._table.update(self._apart)  # the single op is named, not a sequence
+        # Sequences are taken apart: the single op is named.
+        single = vars(self._table).keys() - _UNWATCHED - self._table.apart().keys()
+        self._replaced = self._table.replaced({name: self._watched(name) for name in single})
+        self._replaced.__enter__()
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self._table.update(self._plain)
+    def __exit__(self, *exception: Any) -> None:
+        self._replaced.__exit__(*exception)
 
     def _watched(self, name: str) -> Callable[..., Any]:
-        plain = self._plain[name]
+        plain = getattr(self._table, name)
 
         def op(*args: Any, **kwargs: Any) -> Any:
             result = plain(*args, **kwargs)

@@ -19,6 +19,10 @@ from deepinfer.errors import InternalError
 from deepinfer.replay.plan import LayerRanges, Range
 
 HEAD, DRAFT = -1, -2  # layers of what belongs to none
+MULTIPLY = (
+    "linear", "linear_f32", "grouped_linear", "hc_mix", "moe", "sparse_attention", "choose",
+)  # fmt: skip
+"""The ops that multiply; all others move bytes."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,6 @@ class Meter:
         if runner.draft is not None:
             # Its context keys are made in the same pass; the meter leaves draft stages out.
             self._parts |= {id(held): (DRAFT, "draft", 0) for held in runner.draft.context_weights}
-        self._plain: dict[str, Callable[..., Any]] = {}
         self._layer = HEAD  # whose memory call is running
         self._op = ""  # which is being counted
         self.reset()
@@ -84,20 +87,15 @@ class Meter:
         self._seen: dict[int, tuple[torch.Tensor, ...]] = {}
 
     def __enter__(self) -> Meter:
-        runner, table = self._runner, vars(self._runner.ops)
-        self._plain = dict(table)
+        runner = self._runner
+        self._replaced = runner.ops.replaced({name: self._counted(name) for name in MULTIPLY})
+        self._replaced.__enter__()
         self._model = runner.model
-        for name in (
-            "linear", "linear_f32", "grouped_linear", "hc_mix", "moe",
-            "sparse_attention", "choose",
-        ):  # fmt: skip
-            table[name] = self._counted(name)
-        table.update(runner.ops.apart())
         runner.model = _WatchedModel(self._model, self)
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        vars(self._runner.ops).update(self._plain)
+    def __exit__(self, *exception: Any) -> None:
+        self._replaced.__exit__(*exception)
         self._runner.model = self._model
 
     def measured(self, tokens: int) -> Measured:
@@ -172,7 +170,7 @@ class Meter:
     # what the ops do
 
     def _counted(self, name: str) -> Callable[..., Any]:
-        plain, count = self._plain[name], getattr(self, f"_count_{name}")
+        plain, count = getattr(self._runner.ops, name), getattr(self, f"_count_{name}")
 
         def op(*args: Any, **kwargs: Any) -> Any:
             result = plain(*args, **kwargs)

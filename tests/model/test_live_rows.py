@@ -110,14 +110,16 @@ def live_rows(runner, page, requests, tokens, void, windows=False):
         for i, window_page in r.windows.items():
             if i < width:
                 kept[at, i] = window_page
-    return LiveRows.spread(
-        torch.tensor([r.slot for r in requests]),
-        torch.tensor([r.certain for r in requests]),
-        torch.tensor(counts),
-        sum(counts),
-        torch.tensor([t for some, n in zip(tokens, void, strict=True) for t in [*some, *[0] * n]]),
-        pages,
-        kept if windows else None,
+    starts = torch.tensor([r.certain for r in requests])
+    spans = Spans.over(starts, torch.tensor(counts), sum(counts))
+    ids = [t for some, n in zip(tokens, void, strict=True) for t in [*some, *[0] * n]]
+    return LiveRows(
+        **vars(spans),
+        slots=torch.tensor([r.slot for r in requests]),
+        ids=torch.tensor(ids),
+        behind=spans.positions - spans.starts[spans.of],
+        pages=pages,
+        windows=kept if windows else None,
         most=1 + K,
         longest=longest,
     )
