@@ -30,6 +30,7 @@ import torch
 
 from benchmarks import measure, models
 from deepinfer import LLM, SamplingParams
+from deepinfer.bench import timed
 from deepinfer.engine.assembly import embedded_model
 
 BUSY_BAR = 0.995
@@ -124,19 +125,12 @@ class Side:
         """What ran on the device: its milliseconds and its kernels a step, and how busy it was."""
         profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
         self.run(self.load.watched, profile)
-        spans = sorted(
-            (event.start_ns(), event.start_ns() + event.duration_ns())
-            for event in profile.profiler.kineto_results.events()
-            if event.device_type() == torch.autograd.DeviceType.CUDA
-        )
-        busy, end = 0, spans[0][0]
-        for start, stop in spans:
-            busy += max(stop - max(start, end), 0)
-            end = max(end, stop)
+        spans = timed.kernels(profile)
+        busy = timed.union(spans)
         return {
             "gpu_ms": busy / 1e6 / self.load.watched,
             "kernels": len(spans) / self.load.watched,
-            "busy": busy / (end - spans[0][0]),
+            "busy": busy / (max(stop for _, stop in spans) - spans[0][0]),
         }
 
     def waits(self, steady: bool) -> tuple[float, dict[str, float]]:

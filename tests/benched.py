@@ -48,6 +48,7 @@ def row(seed=0, speed=1.0, synthetic=None, noise=0.03, **given):
         "output_tok_s_per_card": stats(rate), "total_tok_s": stats([17 * r for r in rate]),
         "prompt_tok_s": stats([1e3 * batch * length / t for t in ttft]),
         "queue_ms": stats([0.1] * 5), "host_ms_per_step": stats([0.4] * 5),
+        "host_work_ms_per_step": stats([0.5] * 5),
         "accepted_length": stats([accepted] * 5) if axes["mtp"] else None,
         "acceptance_rate": 0.41 if axes["mtp"] else None,
         "acceptance_by_position": [0.8 * 0.7**at for at in range(axes["mtp"])],

@@ -28,7 +28,7 @@ _FAR = 14.826
 
 MEASURED = (
     "ttft_ms", "tpot_ms", "queue_ms", "prompt_tok_s", "output_tok_s", "output_tok_s_per_card",
-    "total_tok_s", "host_ms_per_step", "accepted_length", "elapsed_ms",
+    "total_tok_s", "host_ms_per_step", "host_work_ms_per_step", "accepted_length", "elapsed_ms",
 )  # fmt: skip
 """Fields of a row that are {median, p5, p95, n} over its repeats, or null with a `why`."""
 
@@ -74,15 +74,13 @@ class Heard:
         return (self.deliveries[-1][0] - self.deliveries[0][0]) / behind
 
 
-def sample(
-    requests: Sequence[Heard], *, cards: int = 1, host_seconds: float | None = None, steps: int = 0
-) -> dict[str, Any]:
+def sample(requests: Sequence[Heard], *, cards: int = 1) -> dict[str, Any]:
     """One repeat: all that ran at once, from the first submission to the last delivery.
 
     ttft_ms, tpot_ms, queue_ms: medians over the requests. prompt_tok_s: computed prompt tokens over
     the time until every request had its first token; reused ones are never in a rate but
-    total_tok_s. output_tok_s: generated tokens over the whole time. host_seconds: what `steps`
-    steps took beside the device. {"completed": 0} where nothing was delivered.
+    total_tok_s. output_tok_s: generated tokens over the whole time. {"completed": 0} where nothing
+    was delivered.
     """
     done = [one for one in requests if one.deliveries]
     if not done:
@@ -103,15 +101,12 @@ def sample(
         "output_tok_s": _rate(made, elapsed),
         "output_tok_s_per_card": _rate(made / cards, elapsed),
         "total_tok_s": _rate(made + computed + cached, elapsed),
-        "host_ms_per_step": None,
         "accepted_length": None,
         "prompt_tokens": {
             "cached": cached, "computed": computed, "replayed": sum(one.replayed for one in done),
         },
         "output_tokens": made,
     }  # fmt: skip
-    if host_seconds is not None and steps:
-        out["host_ms_per_step"] = _rounded(host_seconds / steps * 1e3)
     counts = [one.counts for one in done if one.counts is not None]
     if counts:
         names = ("steps", "drafted", "verified", "accepted", "discarded", "committed")
@@ -221,5 +216,5 @@ def _why(name: str) -> str:
         "accepted_length": _NO_DRAFTS,
         "queue_ms": "the engine did not tell",
         "prompt_tok_s": "every prompt token was reused",
-        "host_ms_per_step": "no step was timed",
+        "host_ms_per_step": "no step was timed, or nobody could watch the device's kernels",
     }.get(name, "no time passed")

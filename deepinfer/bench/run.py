@@ -18,16 +18,15 @@ from deepinfer.bench.files import ROW, Folder
 from deepinfer.bench.job import Job, Method
 from deepinfer.bench.metrics import Heard, sample, summary
 from deepinfer.bench.savings import savings
+from deepinfer.bench.timed import Busy, Timed, watched
 from deepinfer.bench.workload import ANSWER, Prompts, digest
 from deepinfer.core.request import Completion, SamplingParams
 from deepinfer.core.step import TokenDelta
 from deepinfer.engine.assembly import Parts
-from deepinfer.engine.device import Device, Flight
 from deepinfer.engine.engine import LLM
 from deepinfer.errors import CapacityError, DeepinferError
 from deepinfer.model import cost
 from deepinfer.model.config import ModelConfig
-from deepinfer.scheduler.policy import Step
 from deepinfer.settings import Settings
 from deepinfer.settings.values import Value
 from deepinfer.speculative.acceptance import summary as traced
@@ -152,24 +151,6 @@ class Sweep:
         return True
 
 
-class Timed(Device):
-    """A device that adds up the seconds of its steps."""
-
-    def __init__(self, parts: Parts, clock: Callable[[], float]) -> None:
-        super().__init__(parts, clock)
-        self._marks: list[list[object]] = []
-
-    def judge(self, step: Step, *rest: Any) -> Flight:
-        flight = super().judge(step, *rest)
-        self._marks.append(flight.marks)  # it grows when the step drafts
-        return flight
-
-    def spent(self) -> tuple[int, float]:
-        """Steps since the last call, and seconds from their first mark to their last."""
-        marks, self._marks = self._marks, []
-        return len(marks), sum(sum(filter(None, self.clock.between(some))) for some in marks)
-
-
 class Engine:
     """An engine just large enough for its rows. served: ops by back end."""
 
@@ -233,6 +214,7 @@ class Measuring:
             "prompt_digest": digest(self._prompts),
         }
         self._positions: list[float] | None = None
+        self._busy: Busy | None = None
 
     @property
     def name(self) -> str:
@@ -243,7 +225,8 @@ class Measuring:
         )
 
     def warm_up(self) -> None:
-        """Count a prefill, then run what will be timed, the first time watching every draft."""
+        """Count a prefill, then run what will be timed, the first time watching every draft; once
+        more to watch a device that works beside the host."""
         llm, method = self.engine.llm, self.sweep.method
         measured = llm.measure(self._longest, cached=self._plan.cached)
         self._facts |= savings(self.sweep.config, self._plan, measured)
@@ -257,6 +240,9 @@ class Measuring:
             else:
                 self.repeat()
             self.took = self.sweep.clock() - start
+        if self.engine.device.beside:
+            with llm.fresh():
+                self._busy = watched(llm, self.engine.device, self._primed(), self._params)
 
     def repeat(self) -> dict[str, Any]:
         """Run the row once: a sample, and a digest of the answers under `answers`."""
@@ -277,11 +263,8 @@ class Measuring:
         _raise_first(done)
         for one, result in zip(heard, done, strict=True):
             _account(one, result)
-        steps, seconds = device.spent()
-        found = sample(
-            heard, cards=self._facts["cards"], host_seconds=max(end - start - seconds, 0.0),
-            steps=steps,
-        )  # fmt: skip
+        found = sample(heard, cards=self._facts["cards"])
+        found |= device.spent().per_step(end - start, self._busy)
         return {**found, "answers": digest([result.token_ids for result in done])}
 
     def row(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
