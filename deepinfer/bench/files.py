@@ -1,15 +1,18 @@
 """The folder of a sweep: written so that a kill at any moment leaves it readable, and read back.
 
 Rows, single repeats and the document about the run come in; `rows.jsonl`, `samples.jsonl`,
-`meta.json` and `summary.csv` go out. Lines are appended whole, files replaced whole; of what is
-damaged nothing is believed. It must not know how a row is measured; nothing here may import torch.
+`meta.json` and `summary.csv` go out. Lines are appended whole, files replaced whole, by one run at
+a time; of what is damaged nothing is believed. It must not know how a row is measured; nothing here
+may import torch.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -43,31 +46,71 @@ class Folder:
         numbers = (Path(base if n == 1 else f"{base}-{n}") for n in range(1, 10_000))
         return cls(next(path for path in numbers if not path.exists()), table)
 
-    @property
-    def taken(self) -> bool:
-        """Is a sweep here already?"""
-        return (self.path / "rows.jsonl").exists() or (self.path / "meta.json").exists()
+    def refuse(self, resume: bool) -> None:
+        """Raises UsageError where a sweep is here already that nobody asked to go on with."""
+        if not resume and self._here("rows.jsonl", "meta.json"):
+            raise UsageError(
+                "output-exists", f"{self.path} already has results", ["from --out"],
+                f"--out {self.path} --resume to go on, or another folder",
+            )  # fmt: skip
 
-    def check(self) -> None:
-        """Can files be written here? Makes the folder. Raises UsageError."""
+    @contextmanager
+    def held(self, resume: bool) -> Iterator[None]:
+        """Make the folder, and keep every other run out of it. Raises UsageError where one is in
+        it, where results are that nobody asked for, or where files cannot be written."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             part = self.path / ".part"
             part.open("wb").close()
             part.unlink()
+            place = os.open(self.path, os.O_RDONLY)
         except OSError as problem:
             raise self._not_written(problem) from None
-
-    def load(self, on_warning: Callable[[str], object]) -> dict[str, Any] | None:
-        """Read what an earlier run left, and throw out of the files what is not whole: half lines,
-        damaged ones, failed and repeated rows. The meta document, None if there is none.
-        """
         try:
-            meta = json.loads((self.path / "meta.json").read_text(encoding="utf-8"))
-            if not isinstance(meta, dict) or "fingerprint" not in meta:
-                meta = None
-        except (OSError, ValueError):
-            meta = None
+            try:
+                fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UsageError(
+                    "output-in-use", f"another run is writing into {self.path}", ["from --out"],
+                    "wait until it ends, or --out another folder",
+                ) from None  # fmt: skip
+            except OSError:
+                pass  # a file system without locks
+            self.refuse(resume)
+            yield
+        finally:
+            os.close(place)  # the lock goes with it, as it does with a killed process
+
+    def meta(self) -> dict[str, Any] | None:
+        """The document of the run to go on with, None where none began. Nothing is changed.
+
+        Raises UsageError where rows or a document are here, but not how they were measured.
+        """
+        file = self.path / "meta.json"
+        held = self._here("rows.jsonl", "samples.jsonl")
+        try:
+            meta = json.loads(file.read_text(encoding="utf-8"))
+            if isinstance(meta, dict) and isinstance(meta.get("fingerprint"), dict):
+                return meta
+            wrong = "has no fingerprint"
+        except FileNotFoundError:
+            if not held:
+                return None
+            wrong = "is not there"
+        except OSError as problem:
+            wrong = f"cannot be read: {problem.strerror}"
+        except (ValueError, RecursionError):
+            wrong = "is damaged"
+        raise UsageError(
+            "resume-mismatch", f"cannot resume: {file} {wrong}",
+            [f"nothing else says how {' and '.join(held) or 'rows'} here came about; "
+             "nothing was changed"],
+            f"put {file.name} back, or --out another folder",
+        )  # fmt: skip
+
+    def load(self, on_warning: Callable[[str], object]) -> None:
+        """Read what an earlier run left, and throw out of the files what is not whole: half lines,
+        damaged ones, failed and repeated rows. Only behind `meta`: it tells what may be used."""
         kept, dropped = read_rows(self.path / "rows.jsonl", on_warning)
         good = {}
         for row in kept:
@@ -85,13 +128,6 @@ class Folder:
             self._write("rows.jsonl", [_line(row) for row in good.values()])
         if bad:
             self._write("samples.jsonl", [_line(one) for one in samples])
-        return meta
-
-    def clear(self) -> None:
-        """Forget what an earlier run left."""
-        self.rows, self.samples = {}, {}
-        for name in ("rows.jsonl", "samples.jsonl", "summary.csv"):
-            (self.path / name).unlink(missing_ok=True)
 
     def write_meta(self, meta: Mapping[str, Any]) -> None:
         text = json.dumps(meta, indent=1, ensure_ascii=False, allow_nan=False)
@@ -116,6 +152,9 @@ class Folder:
         if self.rows:
             self._write("summary.csv", [self._table(list(self.rows.values()))])
         (self.path / "samples.jsonl").unlink(missing_ok=True)
+
+    def _here(self, *names: str) -> list[str]:
+        return [name for name in names if (self.path / name).exists()]
 
     def _append(self, name: str, line: Mapping[str, Any]) -> None:
         try:

@@ -194,18 +194,19 @@ def command(
     from deepinfer.report import bench as shown
 
     old = _baseline(output, baseline)
-    folder = bench_record.folder_of(asked, out, resume, shown.csv)
+    folder = bench_record.folder_of(asked, out, shown.csv)
     if dry_run:
+        folder.refuse(resume)
         return bench_record.plan(output, asked, words[0], keep_going)
-    folder.check()
-    try:
-        meta, rows = bench_record.measured(output, asked, folder, words[0], resume, keep_going)
-    except BaseException as leaving:
-        if not isinstance(leaving, Exception):
-            hint = f"--out {folder.path} --resume goes on"
-            output.note(f"stopped after {len(folder.rows)} rows; {hint}")
-        raise
-    _draw(output, folder, meta, rows, plot, report)
+    with folder.held(resume):
+        try:
+            meta, rows = bench_record.measured(output, asked, folder, words[0], resume, keep_going)
+        except BaseException as leaving:
+            if not isinstance(leaving, Exception):
+                hint = f"--out {folder.path} --resume goes on"
+                output.note(f"stopped after {len(folder.rows)} rows; {hint}")
+            raise
+        _draw(output, folder, meta, rows, plot, report)
     regressions = _judged(rows, old, limit)
     if json_mode:
         output.document(_document(meta, rows, regressions))

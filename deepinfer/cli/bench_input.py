@@ -312,24 +312,28 @@ def values_of(asked: Asked, name: str, otherwise: tuple[Any, ...]) -> tuple[Any,
     return tuple(dict.fromkeys(value for grid in asked.grids for value in grid.get(name, ())))
 
 
-def fingerprint(asked: Asked, found: Found, identity: str) -> dict[str, Any]:
+def fingerprint(asked: Asked, found: Found, identity: str, threads: int) -> dict[str, Any]:
     """What must be equal for rows of two runs to stand in one folder: code, machine, model and what
-    no axis says. identity: of the model."""
+    no axis says. identity: of the model; threads: that the host computes with."""
     accelerator = asked.accelerator
-    devices = [device.name or device.accelerator for device in found.devices]
+    devices = [] if accelerator == "cpu" else found.devices
     library = built.find(asked.settings.build_dir).path if accelerator == "cpu" else None
     fixed = {
         # As a file gives it back.
         name: list(entry.value) if isinstance(entry.value, tuple) else entry.value
         for name, entry in asked.settings.values.items()
         if name not in _SILENT and name not in axes.settings_axes()
-        and name != "model_dir"
+        and name not in ("model_dir", "threads")
     }  # fmt: skip
     return {
         "code": _code(),
         "python": sys.version.split()[0],
         "torch": version_of("torch"),
-        "device": devices if accelerator != "cpu" else [found.cpu.name, found.cpu.cores],
+        "triton": version_of("triton"),
+        "device": [one.name or one.accelerator for one in devices]
+        or [found.cpu.name, found.cpu.cores],
+        "driver": [one.driver for one in devices],
+        "threads": threads,
         "compiled kernels": library.name if library else None,
         "model": identity,
         "repeats": asked.method["repeats"],

@@ -22,7 +22,6 @@ from deepinfer.bench.workload import Prompts
 from deepinfer.cli import bench_input
 from deepinfer.cli.bench_input import Asked
 from deepinfer.cli.output import Output
-from deepinfer.errors import UsageError
 from deepinfer.replay.plan import ReplayRule
 
 if TYPE_CHECKING:
@@ -67,19 +66,11 @@ def plan(output: Output, asked: Asked, what: str, keep_going: bool) -> int:
     return 0
 
 
-def folder_of(asked: Asked, out: str | None, resume: bool, table: Callable[[Rows], str]) -> Folder:
-    """The folder of the results, not made yet. Raises UsageError where it has some."""
-    folder = (
-        Folder(Path(out), table)
-        if out is not None
-        else Folder.named(asked.name.replace(":", "-"), table)
-    )
-    if folder.taken and not resume:
-        raise UsageError(
-            "output-exists", f"{folder.path} already has results", ["from --out"],
-            f"--out {folder.path} --resume to go on, or another folder",
-        )  # fmt: skip
-    return folder
+def folder_of(asked: Asked, out: str | None, table: Callable[[Rows], str]) -> Folder:
+    """The folder of the results, not made yet."""
+    if out is not None:
+        return Folder(Path(out), table)
+    return Folder.named(asked.name.replace(":", "-"), table)
 
 
 def measured(
@@ -96,8 +87,12 @@ def measured(
 
     model, config, accelerator = _model(asked), asked.config, asked.accelerator
     device, found = TORCH_DEVICE[accelerator], find()
-    parts = bench_input.fingerprint(asked, found, model.identity().hex()[:16])
-    before = folder.load(output.warn) if resume else None
+    if asked.settings.threads is not None:  # those of the rows, not what torch would take
+        torch.set_num_threads(asked.settings.threads)
+    parts = bench_input.fingerprint(
+        asked, found, model.identity().hex()[:16], torch.get_num_threads()
+    )
+    before = folder.meta() if resume else None
     short = bool(before and before.get("short"))
     if before is not None:
         mismatch = bench_input.unfit(
@@ -106,12 +101,9 @@ def measured(
         if mismatch:
             raise mismatch
     jobs = _jobs(output, asked, keep_going, short) if what != "ops" else []
-    if before is None and folder.taken:
-        output.warn("meta.json is missing or damaged: nothing tells how its rows were measured")
-        folder.clear()
+    if before is not None:
+        folder.load(output.warn)
     conditions = {"before": ceilings.conditions(accelerator)}
-    if asked.settings.threads is not None:  # those of the rows, not what torch would take
-        torch.set_num_threads(asked.settings.threads)
     rates = ceilings.measure(device)
     # Rows that are there already were measured under those of the first run.
     first = ((before or {}).get("ceilings") or {}).get("before") or rates

@@ -346,12 +346,48 @@ def test_a_folder_that_cannot_be_written_is_said_before_the_run(bench, tmp_path)
     assert json.loads(done.out)["error"]["code"] == "out-not-written"
 
 
-def test_a_damaged_meta_costs_the_rows(bench, tmp_path):
-    ask = ("--mtp", "0", "-r", "1", "--warmup", "0", "--out", "o", "-q")
+@pytest.mark.parametrize("damage", ["missing", "damaged", "other"])
+def test_rows_of_who_knows_what_are_refused_and_kept(bench, tmp_path, damage):
+    ask = ("--mtp", "0", "-r", "1", "--warmup", "0", "--out", "o", "--json")
     assert bench(*ask).status == 0
-    (tmp_path / "o" / "meta.json").write_text("{")
+    meta, rows = tmp_path / "o" / "meta.json", tmp_path / "o" / "rows.jsonl"
+    held = json.loads(meta.read_text())
+    held["fingerprint"]["threads"] += 1
+    rows.write_text(rows.read_text() + "half")
+    before = rows.read_text()
+    if damage == "missing":
+        meta.unlink()
+    else:
+        meta.write_text("{" if damage == "damaged" else json.dumps(held))
     done = bench(*ask, "--resume")
-    assert done.status == 0 and len(lines(tmp_path / "o")) == 1
+    assert done.status == 2
+    error = json.loads(done.out)["error"]
+    assert error["code"] == "resume-mismatch" and error["hint"]
+    assert ("threads was 2, now 1" if damage == "other" else "o/meta.json") in error["message"]
+    assert rows.read_text() == before
+
+
+def test_the_driver_and_the_threads_are_of_the_machine():
+    from types import SimpleNamespace
+
+    from deepinfer.cli import bench_input
+    from deepinfer.device.detect import Cpu, Device, Found
+    from deepinfer.settings import resolve
+
+    cpu = Cpu("a cpu", "x86_64", 2, (), None, None)
+
+    def made(driver, threads=2):
+        asked = SimpleNamespace(
+            accelerator="nvidia", settings=resolve({}, {}), method={"repeats": 5, "warmup": 1}
+        )
+        found = Found((Device("nvidia", "a gpu", driver=driver),), cpu)
+        return bench_input.fingerprint(asked, found, "model", threads)
+
+    assert "triton" in made("1")
+    problem = bench_input.unfit(made("550.1"), made("560.2"), "hint")
+    assert "driver was ['550.1'], now ['560.2']" in problem.message
+    assert "threads was 2, now 3" in bench_input.unfit(made("1"), made("1", 3), "hint").message
+    assert bench_input.unfit(json.loads(json.dumps(made("1"))), made("1"), "hint") is None
 
 
 def test_a_session_has_a_history_unless_told_otherwise(bench):

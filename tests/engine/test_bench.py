@@ -58,7 +58,7 @@ def sweep(checkpoint, tmp_path):
 
     def run(asked, folder=place, repeats=2, **more):
         held = Folder(folder, csv)
-        held.check()
+        folder.mkdir(parents=True, exist_ok=True)
         held.load(lambda line: None)
         names = ("warmup", "patience", "keep_going", "together")
         method = Method(repeats, **{name: more.pop(name) for name in names if name in more})

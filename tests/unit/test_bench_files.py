@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 
 import pandas
 import pytest
@@ -24,26 +26,30 @@ def row(status="ok", **axes):
 @pytest.fixture
 def folder(tmp_path):
     made = files.Folder(tmp_path / "a" / "b", csv)
-    made.check()
-    return made
+    with made.held(False):
+        yield made
 
 
 def again(folder):
     said = []
     fresh = files.Folder(folder.path, csv)
-    meta = fresh.load(said.append)
-    return fresh, meta, said
+    fresh.load(said.append)
+    return fresh, said
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.path.iterdir()}
 
 
 def test_what_is_written_is_read(folder):
-    folder.write_meta({"fingerprint": "f", "grid": {}})
+    folder.write_meta({"fingerprint": {"code": "f"}, "grid": {}})
     rows = [row(swa_keep=140), row(swa_keep="full")]
     for one in rows:
         folder.add_row(one)
     folder.add_sample("x", 0, {"ttft_ms": 1.0})
-    fresh, meta, said = again(folder)
+    fresh, said = again(folder)
     assert (list(fresh.rows.values()), said) == (rows, [])
-    assert meta["fingerprint"] == "f"
+    assert fresh.meta()["fingerprint"] == {"code": "f"}
     assert fresh.samples == {"x": {0: {"ttft_ms": 1.0}}}
 
 
@@ -55,7 +61,7 @@ def test_a_file_cut_at_any_byte_loses_the_running_row_only(folder):
     whole = path.read_bytes()
     for cut in range(0, len(whole), 7):
         path.write_bytes(whole[:cut])
-        fresh, _, said = again(folder)
+        fresh, said = again(folder)
         count = whole[:cut].count(b"\n")
         assert list(fresh.rows.values()) == rows[:count]
         half = cut > 0 and not whole[:cut].endswith(b"\n")
@@ -73,24 +79,66 @@ def test_damaged_failed_repeated_and_foreign_rows_are_run_again(folder):
              '{"schema": "other/1"}', "[]", '"\udc80"', "\x00\xff"]  # fmt: skip
     text = "\n".join(lines) + "\n"
     (folder.path / "rows.jsonl").write_text(text, errors="surrogateescape", encoding="latin-1")
-    fresh, meta, said = again(folder)
-    assert list(fresh.rows.values()) == [good] and meta is None
+    fresh, said = again(folder)
+    assert list(fresh.rows.values()) == [good]
     assert len(said) >= 6
     assert (folder.path / "rows.jsonl").read_text() == json.dumps(good) + "\n"
 
 
-def test_a_damaged_meta_is_none(folder):
-    for text in ("", "{", "[]", "{}"):
-        (folder.path / "meta.json").write_text(text)
-        assert again(folder)[1] is None
+def test_a_folder_in_which_no_run_began_has_nothing_to_go_on_with(folder):
+    assert folder.meta() is None
 
 
-def test_clearing_leaves_nothing_to_go_on_with(folder):
+@pytest.mark.parametrize("text", [None, "", "{", "[]", "{}", '{"fingerprint": 1}', "\udcff"])
+def test_rows_that_nothing_explains_are_refused_and_kept(folder, text):
     folder.add_row(row())
     folder.add_sample("x", 0, {})
-    folder.clear()
-    fresh, _, said = again(folder)
-    assert (fresh.rows, fresh.samples, said) == ({}, {}, [])
+    (folder.path / "rows.jsonl").open("a").write("half")
+    if text is not None:
+        (folder.path / "meta.json").write_text(text, errors="surrogateescape")
+    before = contents(folder)
+    with pytest.raises(UsageError) as caught:
+        folder.meta()
+    assert caught.value.code == "resume-mismatch" and "meta.json" in caught.value.message
+    assert "rows.jsonl and samples.jsonl" in caught.value.facts[0] and "--out" in caught.value.hint
+    assert contents(folder) == before
+
+
+HOLD = """
+import sys, pathlib
+from deepinfer.bench.files import Folder
+with Folder(pathlib.Path(sys.argv[1]), str).held(True):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_one_run_at_a_time_until_it_is_killed(tmp_path, resume):
+    folder = files.Folder(tmp_path / "out", csv)
+    other = subprocess.Popen(
+        [sys.executable, "-c", HOLD, folder.path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert other.stdout.readline() == b"held\n"
+        with pytest.raises(UsageError) as caught, folder.held(resume):
+            pass
+        assert caught.value.code == "output-in-use" and str(folder.path) in caught.value.message
+    finally:
+        other.kill()
+        other.communicate()
+    with folder.held(resume):
+        folder.add_row(row())
+    assert sorted(contents(folder)) == ["rows.jsonl", "summary.csv"], "nothing of the lock is left"
+
+
+def test_results_are_not_written_over(folder):
+    folder.refuse(False)
+    folder.add_row(row())
+    folder.refuse(True)
+    with pytest.raises(UsageError) as caught:
+        folder.refuse(False)
+    assert caught.value.code == "output-exists"
 
 
 def test_csv_reads_back_with_commas_quotes_and_other_alphabets(folder):
@@ -105,7 +153,7 @@ def test_csv_reads_back_with_commas_quotes_and_other_alphabets(folder):
 def test_a_kill_while_replacing_leaves_the_old_file(folder, monkeypatch):
     folder.write_meta({"fingerprint": "old"})
     folder.add_row(row(swa_keep=140))
-    before = {p.name: p.read_bytes() for p in folder.path.iterdir()}
+    before = contents(folder)
     monkeypatch.setattr(os, "replace", lambda a, b: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         folder.write_meta({"fingerprint": "new"})
@@ -122,8 +170,8 @@ def test_no_number_that_json_does_not_have(folder):
 
 def test_a_folder_that_cannot_be_written_is_an_error_before_the_run(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError) as caught:
-        files.Folder(tmp_path / "file" / "x", csv).check()
+    with pytest.raises(UsageError) as caught, files.Folder(tmp_path / "file" / "x", csv).held(True):
+        pass
     assert caught.value.code == "out-not-written"
 
 
