@@ -128,7 +128,7 @@ def watched(
             return None
         profile = _profile
     begun: set[int] = set()
-    stream = llm.stream(prompts, params)
+    stream: Any = llm.stream(prompts, params)
     device.spent()
 
     def until(enough: Callable[[], bool]) -> float:

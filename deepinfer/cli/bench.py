@@ -191,6 +191,8 @@ def command(
         accepted_length=accepted_length, runs=not dry_run,
         method={"repeats": repeats, "warmup": warmup, "temperature": temperature},
     )  # fmt: skip
+    if words[0] == "ops":
+        bench_input.check_ops(asked)
     from deepinfer.report import bench as shown
 
     old = _baseline(output, baseline)

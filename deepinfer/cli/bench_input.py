@@ -30,7 +30,10 @@ if TYPE_CHECKING:
     from deepinfer.bench.synthetic import Size
     from deepinfer.model.config import ModelConfig
 
-__all__ = ["SHORT", "Asked", "fingerprint", "jobs", "read_asked"]
+__all__ = [
+    "SHORT", "Asked", "check_ops", "dtype_of", "fingerprint", "jobs", "ops_grid", "ops_settings",
+    "read_asked", "unfit",
+]  # fmt: skip
 
 # Rows nobody described: short enough for a minute on two cores without compiled kernels ...
 _DEFAULTS: dict[str, tuple[Any, ...]] = {
@@ -42,6 +45,8 @@ SHORT: dict[str, tuple[Any, ...]] = {"prompt_len": (256,), "gen_len": (16,)}
 _HIT = {"agent": "75%"}  # of a prompt is known, by workload, unless somebody said
 _METHOD = {"repeats": 5, "warmup": 1, "temperature": 0.0}
 _LEAST = {"repeats": 1, "warmup": 0, "temperature": 0.0}
+_OPS_AXES = ("batch_size", "prompt_len", "backend", "dtype", "batch_invariant", "accelerator")
+_OPS_ROWS, _OPS_CONTEXT = (1, 32, 256), (512,)  # rows of a step, and tokens before them
 # Settings that change no number.
 _SILENT = ("log_level", "config", "no_progress", "debug", "build_dir", "jit_cache_dir",
            "decode_perf_cache_dir", "decode_perf_cache_ttl_sec")  # fmt: skip
@@ -297,15 +302,49 @@ def dtype_of(asked: Asked, settings: Settings) -> str:
     return settings.dtype or {"bfloat16": "bf16", "float32": "fp32"}.get(own, own)
 
 
-def ops_settings(asked: Asked, backend: str) -> Settings:
-    """Of an engine whose chunks run every layer on every row, by one back end."""
-    device = asked.accelerator
-    return _settings(
-        asked, {"backend": backend, "swa_keep": "full", "mtp": 0, "accelerator": device}
-    )
+def check_ops(asked: Asked) -> None:
+    """Raises UsageError for a question about requests, where only single ops are measured."""
+    said = [axes.AXES[name].flag for name in axes.AXES if name in asked.given - {*_OPS_AXES}]
+    said += ["--prompts"] if asked.texts is not None else []
+    said += ["--accepted-length"] if asked.accepted_length is not None else []
+    said += ["--temperature"] if asked.method["temperature"] else []
+    if said:
+        raise UsageError(
+            "bad-usage", f"bench ops cannot be used with {said[0]}",
+            ["an op runs a chunk of --batch-size rows behind --prompt-len tokens, every layer",
+             f"its axes: {', '.join(axes.AXES[name].flag for name in _OPS_AXES)}"],
+            "leave it out, or deepinfer bench all",
+        )  # fmt: skip
 
 
-def values_of(asked: Asked, name: str, otherwise: tuple[Any, ...]) -> tuple[Any, ...]:
+def ops_grid(asked: Asked) -> dict[str, tuple[Any, ...]]:
+    """What single ops are measured over. backend: () for every one that can run."""
+    settings = asked.settings
+    grid = {
+        "rows": _values_of(asked, "batch_size", _OPS_ROWS),
+        "context": _values_of(asked, "prompt_len", _OPS_CONTEXT),
+        "backend": _values_of(asked, "backend", ()),
+        "dtype": _values_of(asked, "dtype", (dtype_of(asked, settings),)),
+        "batch_invariant": _values_of(asked, "batch_invariant", (settings.batch_invariant,)),
+    }
+    longest = max(grid["context"]) + max(grid["rows"])
+    if longest >= asked.config.max_position_embeddings:
+        raise CapacityError(
+            "prompt-too-long",
+            f"context and rows have {longest:,} tokens, the model takes "
+            f"{asked.config.max_position_embeddings - 1:,}",
+            hint="--prompt-len or --batch-size smaller",
+        )
+    return grid
+
+
+def ops_settings(asked: Asked, values: Mapping[str, Any]) -> Settings:
+    """Of an engine whose chunks run every layer on every row; values: of some axes."""
+    fixed = {"swa_keep": "full", "mtp": 0, "accelerator": asked.accelerator}
+    return _settings(asked, {**values, **fixed})
+
+
+def _values_of(asked: Asked, name: str, otherwise: tuple[Any, ...]) -> tuple[Any, ...]:
     """Every value of an axis that somebody chose, else `otherwise`."""
     if name not in asked.given:
         return otherwise

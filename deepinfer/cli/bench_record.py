@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,28 +35,36 @@ __all__ = ["folder_of", "measured", "plan"]
 Rows = Sequence[Mapping[str, Any]]
 _PATIENCE = 35.0  # seconds that the repeats of rows with default lengths may take
 _FEW = 2  # and so many rows may take them
-_OPS_ROWS, _OPS_CONTEXT = (1, 32, 256), 512  # rows of a step, and tokens before them
 _COPIES = 10  # of the weights that an engine may need: packed, and unpacked for torch
 
 
 def plan(output: Output, asked: Asked, what: str, keep_going: bool) -> int:
     """`--dry-run`: the rows and about how long they take; needs neither torch nor weights."""
-    if what != "e2e":
-        sizes, context = _sizes_of_ops(asked)
-        several = ", ".join(map(str, sizes))
-        output.say(f"ops of {several} rows behind {context} tokens, on every back end that can run")
-    if what == "ops":
-        return 0
-    jobs = bench_input.jobs(output, asked, keep_going=keep_going)
+    grid = bench_input.ops_grid(asked) if what != "e2e" else None
+    jobs = bench_input.jobs(output, asked, keep_going=keep_going) if what != "ops" else []
     seconds = estimate(asked.config, jobs, _method(asked, keep_going))
     if output.mode == "json":
         from deepinfer.device.detect import find
         from deepinfer.report.records import document
 
         here = find(query=False)
-        head = document("deepinfer.bench-plan/1", sys.argv[1:], asked.settings.as_json(), here)
-        rows = [{"row_id": job.row_id, "axes": dict(job.axes)} for job in jobs]
-        output.document({**head, "estimated_seconds": round(seconds), "rows": rows})
+        body = document("deepinfer.bench-plan/1", sys.argv[1:], asked.settings.as_json(), here)
+        if jobs:
+            body["estimated_seconds"] = round(seconds)
+        body["rows"] = [{"row_id": job.row_id, "axes": dict(job.axes)} for job in jobs]
+        if grid:
+            body["ops"] = {name: list(values) for name, values in grid.items()}
+            if not grid["backend"]:
+                body["why"] = {"ops.backend": "every back end that can run when it starts"}
+        output.document(body)
+        return 0
+    if grid:
+        backends = ", ".join(grid["backend"]) or "every one that can run"
+        output.say(
+            f"ops of {_several(grid['rows'])} rows behind {_several(grid['context'])} tokens; "
+            f"back ends: {backends}; dtype: {_several(grid['dtype'])}"
+        )
+    if not jobs:
         return 0
     names = [name for name in jobs[0].axes if len({str(job.axes[name]) for job in jobs}) > 1]
     names = names or ["prompt_len", "gen_len", "batch_size", "swa_keep", "mtp"]
@@ -64,6 +73,10 @@ def plan(output: Output, asked: Asked, what: str, keep_going: bool) -> int:
     engines = len({job.engine for job in jobs})
     output.say(f"{len(jobs)} rows on {engines} engines, about {_time(seconds)}")
     return 0
+
+
+def _several(values: Sequence[Any]) -> str:
+    return ", ".join(map(str, values))
 
 
 def folder_of(asked: Asked, out: str | None, table: Callable[[Rows], str]) -> Folder:
@@ -162,7 +175,7 @@ def measured(
             folder.write_meta(meta)
             sweep(jobs, method)
         if what != "e2e":
-            _ops(asked, folder, prompts, floors, progress, warn)
+            _ops(asked, folder, prompts, floors, method.together, progress, warn)
     conditions["after"] = ceilings.conditions(accelerator)
     if rates:
         after = ceilings.measure(device)
@@ -175,11 +188,11 @@ def measured(
 
 
 def _ops(
-    asked: Asked, folder: Folder, prompts: Prompts, floors: Floors | None,
+    asked: Asked, folder: Folder, prompts: Prompts, floors: Floors | None, together: int,
     progress: Callable[[int, int, str], None], warn: Callable[[str], None],
 ) -> None:  # fmt: skip
     """Single ops of every back end that can run here, or of those that were asked for."""
-    from deepinfer.bench import ops
+    from deepinfer.bench import axes, ops
     from deepinfer.bench.run import sized
     from deepinfer.device.detect import TORCH_DEVICE
     from deepinfer.engine.compiled import open_compiled
@@ -191,30 +204,24 @@ def _ops(
         name for name, devices in registry.BACKENDS.items()
         if device in devices and (name in libraries or name not in registry.COMPILED)
     )  # fmt: skip
-    rows, context = _sizes_of_ops(asked)
-    sides = []
-    try:
-        for backend in bench_input.values_of(asked, "backend", here):
-            settings = sized(bench_input.ops_settings(asked, backend), 1, context + max(rows) + 1)
-            shared = {
-                "backend": backend, "dtype": bench_input.dtype_of(asked, settings),
-                "accelerator": asked.accelerator, "context": context, "model": asked.name,
-                "synthetic": str(asked.synthetic) if asked.synthetic else None,
-            }  # fmt: skip
-            rates = floors.rates if floors else None
-            sides.append(ops.Side(_parts(asked, settings, warn), shared, rates, warn))
-        ops.measure(
-            sides, rows, context, prompts, asked.method["repeats"], folder, floors, progress
-        )
-    finally:
-        for side in sides:
-            side.llm.close()
+    grid = bench_input.ops_grid(asked)
+    longest = max(grid["context"]) + max(grid["rows"])
+    rates = floors.rates if floors else None
 
+    def side(values: Mapping[str, Any]) -> ops.Side:
+        settings = sized(bench_input.ops_settings(asked, values), 1, longest + 1)
+        shared = {
+            "backend": values["backend"], "dtype": bench_input.dtype_of(asked, settings),
+            "batch_invariant": settings.batch_invariant, "accelerator": asked.accelerator,
+            "model": asked.name, "synthetic": str(asked.synthetic) if asked.synthetic else None,
+        }  # fmt: skip
+        return ops.Side(_parts(asked, settings, warn), shared, rates, warn)
 
-def _sizes_of_ops(asked: Asked) -> tuple[Sequence[int], int]:
-    """Rows of a step, and tokens before them."""
-    rows = bench_input.values_of(asked, "batch_size", _OPS_ROWS)
-    return rows, bench_input.values_of(asked, "prompt_len", (_OPS_CONTEXT,))[0]
+    several = axes.combinations({**grid, "backend": grid["backend"] or here})
+    ops.measure(
+        [partial(side, values) for values in several], max(together, 1), grid["rows"],
+        grid["context"], prompts, asked.method["repeats"], folder, floors, progress,
+    )  # fmt: skip
 
 
 def _model(asked: Asked) -> Model:

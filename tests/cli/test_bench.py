@@ -1,5 +1,6 @@
 """`deepinfer bench`: options, the plan, documents, folders, resuming, exit codes."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -322,21 +323,75 @@ def test_an_interrupt_leaves_a_folder_to_go_on_with(bench, tmp_path, monkeypatch
     assert count[0] == 101, "the repeat that was missing, and no other"
 
 
+# What ops are asked of: the tiny model, and nothing about requests.
+BARE = ("--set", "page_tokens=4", "--no-plot")
+OPS = ("ops", *BARE, "--prompt-len", "40", "--batch-size", "1,4")
+
+
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 def test_single_ops(bench, valid, backend):
     """Those that a back end runs together too."""
-    ask = ["ops", "--backend", backend, "--batch-size", "1,4", "-r", "2", "--json"]
     if backend == "cpu":
         native.library_path()
-    done = bench(*ask, DEEPINFER_BUILD_DIR=str(native.BUILD_DIR))
+    ask = ("--backend", backend, "-r", "2", "--json")
+    done = bench(*OPS, *ask, tiny=(), DEEPINFER_BUILD_DIR=str(native.BUILD_DIR))
     assert done.status == 0, done.err
     document = valid("bench", json.loads(done.out))
     rows = {(row["axes"]["op"], row["axes"]["rows"]): row for row in document["rows"]}
     assert {op for op, _ in rows} >= {"linear", "moe", "sparse_attention", "choose", "hc_mix"}
     assert {row["axes"]["backend"] for row in rows.values()} == {backend}
+    assert {row["evicted_bytes"] for row in rows.values()} == {2 * 32 << 20}
     for op in ("moe", "hc_mix"):
         assert rows[op, 4]["flops"] == 4 * rows[op, 1]["flops"]
         assert rows[op, 1]["bytes"] < rows[op, 4]["bytes"] < 4 * rows[op, 1]["bytes"]
+
+
+def test_every_axis_of_ops_has_its_rows(bench, monkeypatch):
+    from deepinfer.bench import ops
+
+    monkeypatch.setattr(ops, "_cache_bytes", lambda device: 1 << 20)
+    monkeypatch.setattr(ops, "_LEAST", 0.0)
+    ask = ("--backend", "torch", "-r", "1", "--json", "--batch-size", "2", "--prompt-len", "8,40",
+           "--dtype", "bf16,fp32", "--batch-invariant", "on,off")  # fmt: skip
+    done = bench("ops", *BARE, *ask, tiny=())
+    assert done.status == 0, done.err
+    names = ("context", "dtype", "batch_invariant")
+    found = {tuple(row["axes"][name] for name in names) for row in json.loads(done.out)["rows"]}
+    assert found == set(itertools.product((8, 40), ("bf16", "fp32"), (True, False)))
+
+
+@pytest.mark.parametrize(
+    "args",
+    [("--swa-keep", "28"), ("--mtp", "0"), ("--gen-len", "4"), ("--cached", "0"),
+     ("--workload", "chat"), ("--overlap", "on"), ("--verify", "coupled"), ("--temperature", "1"),
+     ("--accepted-length", "2"), ("--mtp-varlen", "on"), ("--replay-mode", "mask")],
+)  # fmt: skip
+def test_an_axis_of_requests_is_refused_for_ops(bench, args):
+    done = bench("ops", *BARE, *args, "--dry-run", "--json", tiny=())
+    assert done.status == 2
+    error = json.loads(done.out)["error"]
+    assert error["code"] == "bad-usage" and args[0] in error["message"]
+
+
+@pytest.mark.parametrize(
+    "args",
+    [("--prompt-len", "1m"), ("--batch-size", "64", "--max-num-batched-tokens", "32", "-r", "1")],
+)
+def test_more_rows_than_a_step_has_are_refused(bench, args):
+    done = bench("ops", *BARE, "--backend", "torch", *args, "--json", tiny=())
+    assert done.status == 5, done.out
+    assert json.loads(done.out)["error"]["code"] == "prompt-too-long"
+
+
+def test_the_plan_of_ops_has_a_schema(bench, valid):
+    plain = valid("bench-plan", json.loads(bench("ops", "--dry-run", "--json", tiny=()).out))
+    assert plain["rows"] == [] and plain["ops"]["rows"] == [1, 32, 256]
+    assert plain["ops"]["backend"] == [] and plain["why"]["ops.backend"]
+    both = bench("all", "--dry-run", "--json", "--backend", "torch", "--mtp", "0,2")
+    found = valid("bench-plan", json.loads(both.out))
+    assert len(found["rows"]) == 2 and found["ops"]["backend"] == ["torch"]
+    said = bench("ops", "--dry-run", tiny=())
+    assert said.status == 0 and "1, 32, 256 rows behind 512 tokens" in said.err
 
 
 def test_a_folder_that_cannot_be_written_is_said_before_the_run(bench, tmp_path):
