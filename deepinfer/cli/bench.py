@@ -36,6 +36,8 @@ SETTINGS = (
     "no_progress",
 )  # fmt: skip
 _KINDS = ("e2e", "ops", "all")
+_OF_COMPARE = ("what", "json_mode", "quiet", "color", "log_level", "no_progress", "verbose", "config",
+               "set_pairs")  # fmt: skip
 _FORMATS = ("table", "md", "csv", "json", "jsonl")
 
 
@@ -160,6 +162,7 @@ def command(
     help_page: Help = False,
     help_all: HelpAll = False,
     *,
+    context: typer.Context,
     chosen: Chosen,
 ) -> int:
     """Measure sweeps of settings and workloads, with spread, against measured ceilings."""
@@ -171,6 +174,7 @@ def command(
     if words[0] == "compare":
         from deepinfer.cli import bench_compare
 
+        _check_compare(context)
         return bench_compare.run(
             output, words[1:], resolve(chosen, environ, source="flag").as_json()
         )
@@ -328,6 +332,17 @@ def _limit(word: str | None, baseline: str | None) -> float:
             "bad-usage", "--max-regression needs --baseline", hint="--baseline DIR of an older run"
         )
     return value
+
+
+def _check_compare(context: typer.Context) -> None:
+    """Raises UsageError for an option that says how to measure, where nothing is measured."""
+    for option in context.command.params:
+        source = context.get_parameter_source(str(option.name))
+        if option.name not in _OF_COMPARE and source and source.name == "COMMANDLINE":
+            raise UsageError(
+                "bad-usage", f"bench compare cannot be used with {option.opts[-1]}",
+                ["it prints a table, --json a document, -q ratios alone"], "leave it out",
+            )  # fmt: skip
 
 
 def _check_words(

@@ -48,6 +48,24 @@ def test_quiet_gives_ratios_alone(two, capsys):
     assert all(0.9 < float(cell) < 1.6 for line in out.splitlines() for cell in line.split("\t"))
 
 
+@pytest.mark.parametrize(
+    "args",
+    [("--format", "md"), ("--out", "o"), ("--report",), ("--mtp", "5"), ("-r", "3"), ("-m", "x"),
+     ("--dry-run",), ("--no-plot",), ("--resume",), ("--max-num-batched-tokens", "9")],
+)  # fmt: skip
+def test_options_that_say_how_to_measure_are_refused(cli, two, args):
+    done = cli("bench", "compare", *two, *args, "--json")
+    assert done.status == 2
+    error = json.loads(done.out)["error"]
+    assert error["code"] == "bad-usage" and len(error["hint"]) > 3
+    assert error["message"].split()[-1].startswith("--"), error["message"]
+
+
+def test_options_that_say_how_to_show_are_not(cli, two):
+    done = cli("bench", "compare", *two, "--color", "never", "-v")
+    assert done.status == 0 and "output tok/s B/A" in done.out
+
+
 @pytest.mark.parametrize("names", [(), ("a",), ("a", "b", "c")])
 def test_two_folders_are_needed(names):
     with pytest.raises(UsageError, match="takes two"):
