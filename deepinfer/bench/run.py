@@ -282,6 +282,7 @@ class Measuring:
                 "unknown device: no ceiling" if self.sweep.floors is None else "nothing was timed"
             )
         answers = {one.get("answers") for one in samples}
+        found["answers"] = sorted(map(str, answers))
         return {
             **_head(self.job, self.sweep.method), **self._facts, **found,
             "acceptance_by_position": positions, "ceiling_fraction": fraction,

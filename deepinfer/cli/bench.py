@@ -36,8 +36,8 @@ SETTINGS = (
     "no_progress",
 )  # fmt: skip
 _KINDS = ("e2e", "ops", "all")
-_OF_COMPARE = ("what", "json_mode", "quiet", "color", "log_level", "no_progress", "verbose", "config",
-               "set_pairs")  # fmt: skip
+_OF_COMPARE = ("what", "json_mode", "quiet", "color", "log_level", "no_progress", "verbose",
+               "config", "set_pairs")  # fmt: skip
 _FORMATS = ("table", "md", "csv", "json", "jsonl")
 
 

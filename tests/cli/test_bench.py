@@ -55,6 +55,7 @@ def test_the_document_and_the_folder(bench, valid, tmp_path):
     assert [row["axes"]["mtp"] for row in document["rows"]] == [0, 2]
     for row in document["rows"]:
         valid("bench-row", row)
+        assert row["same_answers"] and len(row["answers"]) == 1
     meta = json.loads((tmp_path / "o" / "meta.json").read_text())
     assert meta["schema"] == "deepinfer.bench/1"
     assert document["ceilings"] == {"before": RATES, "after": RATES, "moved": 0.0}
