@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from deepinfer.cli.options import SWITCH, Chosen, Color, Help, HelpAll, Json, Quiet, with_settings
-from deepinfer.cli.output import Output
+from deepinfer.cli.output import Output, counted
 from deepinfer.errors import ExitCode, UsageError
 from deepinfer.settings import registry, resolve
 
@@ -178,7 +178,7 @@ def command(
         return bench_compare.run(
             output, words[1:], resolve(chosen, environ, source="flag").as_json()
         )
-    _check_words(words, output_format, json_mode, quiet, resume, out)
+    _check_words(words, output_format, json_mode, quiet, resume, out, dry_run)
     limit = _limit(max_regression, baseline)
     from deepinfer.cli import bench_input, bench_record
 
@@ -210,7 +210,7 @@ def command(
         except BaseException as leaving:
             if not isinstance(leaving, Exception):
                 hint = f"--out {folder.path} --resume goes on"
-                output.note(f"stopped after {len(folder.rows)} rows; {hint}")
+                output.note(f"stopped after {counted(len(folder.rows), 'row')}; {hint}")
             raise
         _draw(output, folder, meta, rows, plot, report)
     regressions = _judged(rows, old, limit)
@@ -218,8 +218,8 @@ def command(
         output.document(_document(meta, rows, regressions))
     elif quiet:
         for row in rows:
-            rate = row.get("output_tok_s")
-            output.data(f"{rate['median']:.6g}" if rate else "nan")
+            number = row.get("output_tok_s") or row.get("time_us")
+            output.data(f"{number['median']:.6g}" if number else "nan")
     else:
         _print(output, meta, rows, regressions, output_format)
     bad = any(row["status"] != "ok" for row in rows)
@@ -289,8 +289,8 @@ def _draw(
         page = shown.markdown(meta, rows, [file.relative_to(folder.path) for file in figures])
         (folder.path / "report.md").write_text(page, encoding="utf-8")
     pictures = sum(file.suffix == ".png" for file in figures)
-    more = f", {pictures} pictures" if pictures else ""
-    output.say(f"wrote {len(rows)} rows{more} in {folder.path}", "dim")
+    more = f", {counted(pictures, 'picture')}" if pictures else ""
+    output.say(f"wrote {counted(len(rows), 'row')}{more} in {folder.path}", "dim")
 
 
 def _judged(
@@ -347,7 +347,7 @@ def _check_compare(context: typer.Context) -> None:
 
 def _check_words(
     words: Sequence[str], output_format: str | None, json_mode: bool, quiet: bool, resume: bool,
-    out: str | None,
+    out: str | None, dry_run: bool,
 ) -> None:  # fmt: skip
     if len(words) > 1 or words[0] not in _KINDS:
         raise UsageError(
@@ -365,6 +365,15 @@ def _check_words(
             "bad-usage", f"--format cannot be used with {other}",
             ["--format json is the list of rows, --json the document"], "leave one out",
         )  # fmt: skip
+    if output_format is not None and dry_run:
+        raise UsageError(
+            "bad-usage", "--format cannot be used with --dry-run", ["a plan is a table, or --json"],
+            "leave one out",
+        )  # fmt: skip
+    if out == "":
+        raise UsageError(
+            "bad-option", '--out "" names no folder', hint="--out DIR, or leave it out"
+        )
     if resume and out is None:
         raise UsageError(
             "bad-usage", "--resume needs --out", ["the folder to go on with"], "--out DIR --resume"

@@ -23,6 +23,7 @@ from deepinfer.cli.prompt import read_jsonl
 from deepinfer.cli.replay_input import read_config
 from deepinfer.device.detect import Found, find, pick, version_of
 from deepinfer.errors import CapacityError, DeepinferError, UsageError
+from deepinfer.ops import registry as ops
 from deepinfer.settings import Settings, for_device, for_model, registry, resolve
 from deepinfer.toolchain import built
 
@@ -118,7 +119,7 @@ def read_asked(
                 "bad-usage", "--prompts cannot be used with --workload",
                 ["both say what is asked"], "leave one out",
             )  # fmt: skip
-        texts = read_jsonl(prompts, output.note)
+        texts = read_jsonl(prompts, "--prompts")
         digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:8]
         workload = f"{Path(prompts).name}#{digest}"
     whole = [{**_defaults(texts), **grid, **given} for grid in grids]
@@ -261,7 +262,9 @@ def _settings(asked: Asked, values: Mapping[str, Any]) -> Settings:
     if "backend" in typed:
         words = typed["backend"].split("+") if typed["backend"] != "auto" else []
         typed["backend"] = [word if "=" in word else f"all={word}" for word in words]
-    return for_model(resolve({**asked.chosen, **typed}, asked.environ, source="flag"), asked.config)
+    settings = resolve({**asked.chosen, **typed}, asked.environ, source="flag")
+    ops.parse_overrides(f"{op}={name}" for op, name in settings.backend.items())
+    return for_model(settings, asked.config)
 
 
 def _axes(asked: Asked, values: Mapping[str, Any], settings: Settings) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from deepinfer.bench.job import Job, Method, estimate
 from deepinfer.bench.workload import Prompts
 from deepinfer.cli import bench_input
 from deepinfer.cli.bench_input import Asked
-from deepinfer.cli.output import Output
+from deepinfer.cli.output import Output, counted
 from deepinfer.replay.plan import ReplayRule
 
 if TYPE_CHECKING:
@@ -71,7 +71,9 @@ def plan(output: Output, asked: Asked, what: str, keep_going: bool) -> int:
     lines = [[str(job.axes[name]) for name in names] for job in jobs]
     output.table(names, lines, "Plan; nothing was run")
     engines = len({job.engine for job in jobs})
-    output.say(f"{len(jobs)} rows on {engines} engines, about {_time(seconds)}")
+    output.say(
+        f"{counted(len(jobs), 'row')} on {counted(engines, 'engine')}, about {_time(seconds)}"
+    )
     return 0
 
 

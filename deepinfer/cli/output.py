@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 from deepinfer.errors import DeepinferError
 
-__all__ = ["Output"]
+__all__ = ["Output", "counted"]
 
 _STYLE = {"error": "1;31", "warning": "33", "hint": "36", "dim": "2"}
 
@@ -158,3 +158,8 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return value
+
+
+def counted(number: int, word: str) -> str:
+    """`1 row`, `2 rows`."""
+    return f"{number:,} {word}" + ("" if number == 1 else "s")

@@ -53,9 +53,9 @@ def read_prompt(
     return below
 
 
-def read_jsonl(file: str, say: Callable[[str], None]) -> tuple[str, ...]:
-    """The prompts of a file of {"prompt": TEXT} lines; - is stdin."""
-    return prompts_of(read_prompt(None, None, file, say), file)
+def read_jsonl(file: str, flag: str) -> tuple[str, ...]:
+    """The prompts of a file of {"prompt": TEXT} lines that a flag names; - is stdin."""
+    return prompts_of(_read_stdin(None) if file == "-" else _read_file(file, flag), file)
 
 
 def prompts_of(whole: str, file: str) -> tuple[str, ...]:
@@ -109,13 +109,14 @@ def _read_stdin(say: Callable[[str], None] | None) -> str:
     return _decoded(sys.stdin.buffer.read(), "stdin")
 
 
-def _read_file(name: str) -> str:
+def _read_file(name: str, flag: str = "-f") -> str:
     try:
         return _decoded(Path(name).read_bytes(), name)
     except OSError as problem:
         raise UsageError(
-            "prompt-file", f"{name} cannot be read", [problem.strerror or str(problem), "from -f"],
-            hint="-f FILE, or -f - for stdin",
+            "prompt-file", f"{name} cannot be read",
+            [problem.strerror or str(problem), f"from {flag}"],
+            hint=f"{flag} FILE, or {flag} - for stdin",
         ) from None  # fmt: skip
 
 

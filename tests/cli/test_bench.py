@@ -278,13 +278,27 @@ def test_baseline(bench, tmp_path):
         (("--baseline", "nothing"), "bench-missing"),
         (("--prompts", "p.jsonl", "--workload", "code"), "bad-usage"),
         (("--accepted-length", "6.5"), "accepted-length-impossible"),
-        (("--synthetic", "tiny"), "bad-usage"),
+        (("--synthetic", "tiny"), "bad-usage"), (("--out", ""), "bad-option"),
+        (("--backend", "nothing", "--dry-run"), "backend-unknown"),
+        (("--backend", "sum=torch", "--dry-run"), "op-unknown"),
     ],
 )  # fmt: skip
 def test_mistakes(bench, args, code):
     done = bench(*args, "--json")
     assert done.status == 2
     assert json.loads(done.out)["error"]["code"] == code
+
+
+def test_a_plan_has_no_format(bench):
+    done = bench("--format", "md", "--dry-run")
+    assert done.status == 2 and "--dry-run" in done.err
+
+
+def test_prompts_that_cannot_be_read_name_their_option(bench):
+    done = bench("--prompts", "no.jsonl", "--json", tiny=())
+    error = json.loads(done.out)["error"]
+    assert done.status == 2 and "from --prompts" in error["facts"]
+    assert error["hint"] == "--prompts FILE, or --prompts - for stdin"
 
 
 def test_a_plan_needs_neither_torch_nor_weights(child, model, tmp_path):
@@ -358,6 +372,8 @@ def test_every_axis_of_ops_has_its_rows(bench, monkeypatch):
     assert done.status == 0, done.err
     names = ("context", "dtype", "batch_invariant")
     found = {tuple(row["axes"][name] for name in names) for row in json.loads(done.out)["rows"]}
+    quiet = bench("ops", *BARE, *ask[:4], "-q", "--batch-size", "2", "--prompt-len", "8", tiny=())
+    assert all(float(line) > 0 for line in quiet.out.splitlines()) and quiet.out
     assert found == set(itertools.product((8, 40), ("bf16", "fp32"), (True, False)))
 
 
@@ -391,6 +407,8 @@ def test_the_plan_of_ops_has_a_schema(bench, valid):
     both = bench("all", "--dry-run", "--json", "--backend", "torch", "--mtp", "0,2")
     found = valid("bench-plan", json.loads(both.out))
     assert len(found["rows"]) == 2 and found["ops"]["backend"] == ["torch"]
+    one = bench("--dry-run")
+    assert "1 row on 1 engine, about" in one.err
     said = bench("ops", "--dry-run", tiny=())
     assert said.status == 0 and "1, 32, 256 rows behind 512 tokens" in said.err
 
