@@ -210,7 +210,9 @@ def command(
         except BaseException as leaving:
             if not isinstance(leaving, Exception):
                 hint = f"--out {folder.path} --resume goes on"
-                output.note(f"stopped after {counted(len(folder.rows), 'row')}; {hint}")
+                kept = sum(map(len, folder.samples.values()))
+                more = f" and {counted(kept, 'repeat')} of others" if kept else ""
+                output.note(f"stopped after {counted(len(folder.rows), 'row')}{more}; {hint}")
             raise
         _draw(output, folder, meta, rows, plot, report)
     regressions = _judged(rows, old, limit)
