@@ -51,11 +51,16 @@ def row(seed=0, speed=1.0, synthetic=None, noise=0.03, **given):
         "host_work_ms_per_step": stats([0.5] * 5),
         "accepted_length": stats([accepted] * 5) if axes["mtp"] else None,
         "acceptance_rate": 0.41 if axes["mtp"] else None,
-        "acceptance_by_position": [0.8 * 0.7**at for at in range(axes["mtp"])],
+        "acceptance_by_position": [stats([0.8 * 0.7**at] * 5) for at in range(axes["mtp"])] or None,
+        "accepted_length_uncut": stats([accepted] * 5) if axes["mtp"] else None,
+        "decode_tok_s": stats([1e3 * batch / each for each in tpot]),
+        "decode_step_ms": stats([step_ms * x for x in many]), "prefill_in_tpot": False,
         "verified_length": stats([float(axes["mtp"])] * 5),
         "prompt_tokens": {"cached": 0, "computed": length, "replayed": 0},
         "kv_bytes": 890 * length * batch, "cards": 1,
-        "ceiling_fraction": {"prefill": 0.35, "decode": 0.2 + 0.1 / batch},
+        "ceiling_fraction": {
+            "prefill": stats([0.35] * 5), "decode": stats([0.2 + 0.1 / batch] * 5),
+        },
         "samples": {"ttft_ms": ttft, "tpot_ms": tpot, "output_tok_s": rate},
         "self_ratio": 1.003, "steady": True, "outliers": 0, "status": "ok",
     }  # fmt: skip

@@ -16,10 +16,10 @@ from deepinfer.bench.axes import tokens_cached
 from deepinfer.bench.ceilings import Floors
 from deepinfer.bench.files import ROW, Folder
 from deepinfer.bench.job import Job, Method
-from deepinfer.bench.metrics import Heard, sample, summary
+from deepinfer.bench.metrics import Heard, sample, spread, summary
 from deepinfer.bench.savings import savings
 from deepinfer.bench.timed import Busy, Timed, watched
-from deepinfer.bench.workload import ANSWER, Prompts, digest
+from deepinfer.bench.workload import ANSWER, Prompts, Session, digest
 from deepinfer.core.request import Completion, SamplingParams
 from deepinfer.core.step import TokenDelta
 from deepinfer.engine.assembly import Parts
@@ -27,16 +27,17 @@ from deepinfer.engine.engine import LLM
 from deepinfer.errors import CapacityError, DeepinferError
 from deepinfer.model import cost
 from deepinfer.model.config import ModelConfig
+from deepinfer.replay.meter import Measured, Meter
 from deepinfer.settings import Settings
 from deepinfer.settings.values import Value
-from deepinfer.speculative.acceptance import summary as traced
 from deepinfer.speculative.proposal import Counts
-from deepinfer.speculative.trace import Line, Trace, TraceStep
 
 __all__ = ["Sweep", "TooSlow", "sized"]
 
 SEED = 1
 _ENGINES = 12  # most that take turns
+_NOT_TIMED = "nothing was timed"
+_UNLIKE = "prompts of several lengths"
 
 
 class TooSlow(Exception):
@@ -73,6 +74,7 @@ class Sweep:
         self.on_row, self.on_progress, self.warn, self.clock = on_row, on_progress, warn, clock
         self._count = len(self.jobs) * method.repeats
         self._done = sum(len(self._held(job)) for job in self.jobs)
+        self._patience = method.patience
 
     def run(self) -> None:
         """Measure every job that the folder has no row of. Raises the error of the first that
@@ -89,17 +91,31 @@ class Sweep:
 
     def _ready(self, wave: Sequence[Sequence[Job]], engines: list[Engine]) -> list[Measuring]:
         """Open the engines of a wave and warm every row up."""
-        ready = []
+        ready: list[Measuring] = []
+        failed: list[tuple[Job, DeepinferError]] = []
+
+        def lost(job: Job, problem: DeepinferError) -> None:
+            if not self.method.keep_going:
+                raise problem
+            failed.append((job, problem))
+
         for jobs in wave:
-            good = [job for job in jobs if not self._failed(job, job.problem)]
-            if not good:
-                continue
-            try:
-                engines.append(Engine(good, self))
-            except DeepinferError as problem:
-                for job in good:
-                    self._failed(job, problem)
-                continue
+            for job in jobs:
+                if job.problem:
+                    lost(job, job.problem)
+            good = [job for job in jobs if not job.problem]
+            while good:
+                try:
+                    engines.append(Engine(good, self))
+                    break
+                except CapacityError as problem:
+                    largest = max(good, key=lambda job: job.axes["batch_size"] * _tokens(job, self))
+                    lost(largest, problem)
+                    good.remove(largest)
+                except DeepinferError as problem:
+                    for job in good:
+                        lost(job, problem)
+                    good = []
             for job in good:
                 self.on_progress(self._done, self._count, "warming up")
                 try:
@@ -107,67 +123,68 @@ class Sweep:
                     one.warm_up()
                     ready.append(one)
                 except DeepinferError as problem:
-                    self._failed(job, problem)
-        took = sum(one.took for one in ready) * self.method.repeats
-        if self.method.patience is not None and took > self.method.patience:
-            raise TooSlow
+                    lost(job, problem)
+        self._judge(ready)
+        for job, why in failed:
+            self._failed(job, why)
         return ready
+
+    def _judge(self, ready: Sequence[Measuring]) -> None:
+        """Raise TooSlow if all rows, those of later waves too, would take too long by the first
+        wave's warm-ups. Nothing is kept before: rows of other lengths take their place."""
+        patience = self._patience
+        if ready and patience is not None:
+            self._patience = None
+            mean = sum(one.took for one in ready) / len(ready)
+            if mean * len(self.jobs) * self.method.repeats > patience:
+                raise TooSlow
 
     def _turns(self, ready: list[Measuring]) -> None:
         """One repeat of each row, then the next."""
         for repeat in range(self.method.repeats):
             for one in list(ready):
-                held = self._held(one.job)
-                try:
-                    if repeat not in held:
-                        self.on_progress(self._done, self._count, one.name)
+                if repeat not in self._held(one.job):
+                    self.on_progress(self._done, self._count, one.name)
+                    try:
                         found = one.repeat()
-                        self.folder.add_sample(one.job.row_id, repeat, found)
-                        self._done += 1
-                        held = self._held(one.job)
-                    if len(held) == self.method.repeats:
-                        row = one.row([held[at] for at in sorted(held)])
-                        self.folder.add_row(row)
-                        self.on_row(row)
+                    except DeepinferError as problem:
+                        self._failed(one.job, problem)
                         ready.remove(one)
-                except DeepinferError as problem:
-                    self._failed(one.job, problem)
+                        continue
+                    self.folder.add_sample(one.job.row_id, repeat, found)
+                    self._done += 1
+                held = self._held(one.job)
+                if len(held) == self.method.repeats:
                     ready.remove(one)
+                    self._keep(one.row([held[at] for at in sorted(held)]))
 
     def _held(self, job: Job) -> dict[int, dict[str, Any]]:
         held = self.folder.samples.get(job.row_id, {})
         return {at: one for at, one in held.items() if at < self.method.repeats}
 
-    def _failed(self, job: Job, problem: DeepinferError | None) -> bool:
-        """Keep a failure as a row, or raise it; False: there is none."""
-        if problem is None:
-            return False
+    def _failed(self, job: Job, problem: DeepinferError) -> None:
+        """Keep a failure as a row, or raise it."""
         if not self.method.keep_going:
             raise problem
-        row = {**_head(job, self.method), "status": "failed", "error": problem.as_json()}
         self._done += self.method.repeats - len(self._held(job))
+        self._keep(
+            {**_head(job, self.method), "status": "failed", "error": problem.as_json()}
+        )  # fmt: skip
+
+    def _keep(self, row: Mapping[str, Any]) -> None:
         self.folder.add_row(row)
         self.on_row(row)
-        return True
 
 
 class Engine:
     """An engine just large enough for its rows. served: ops by back end."""
 
     def __init__(self, jobs: Sequence[Job], sweep: Sweep) -> None:
-        lengths = [_lengths(job, sweep) for job in jobs]
         batch = max(job.axes["batch_size"] for job in jobs)
-        longest = max(prompt + job.axes["gen_len"] for job, prompt in zip(jobs, lengths,
-                                                                          strict=True))  # fmt: skip
+        most = sweep.config.max_position_embeddings - 1  # what is longer fails by itself
+        longest = min(max(_tokens(job, sweep) for job in jobs), most)
         settings = sized(jobs[0].settings, batch, longest)
         parts = sweep.make(settings)
-        if longest > parts.sizes.max_model_len:
-            raise CapacityError(
-                "prompt-too-long",
-                f"prompt and answer have {longest:,} tokens, the model takes "
-                f"{parts.sizes.max_model_len:,}",
-                hint="--prompt-len or --gen-len shorter",
-            )
         self.settings, self.parts = settings, parts
         self.device = Timed(parts, sweep.clock)
         self.llm = LLM.from_parts(
@@ -186,34 +203,42 @@ class Measuring:
 
     def __init__(self, engine: Engine, job: Job, sweep: Sweep) -> None:
         self.engine, self.job, self.sweep, self.took = engine, job, sweep, 0.0
-        axes, config = job.axes, sweep.config
+        axes, config, tokens = job.axes, sweep.config, _tokens(job, sweep)
+        most = engine.parts.sizes.max_model_len
+        if tokens > most:
+            raise CapacityError(
+                "prompt-too-long",
+                f"prompt and answer have {tokens:,} tokens, the model takes {most:,}",
+                hint="--prompt-len or --gen-len shorter",
+            )
         count, length = axes["batch_size"], axes["prompt_len"]
         self._params = SamplingParams(
             max_tokens=axes["gen_len"], temperature=sweep.method.temperature, seed=SEED,
             ignore_eos=True,
         )  # fmt: skip
-        self._cached = tokens_cached(axes["cached"], length or 0)
-        self._sessions: Sequence[Any] = ()
+        self._sessions: Sequence[Session] = ()
         if sweep.texts is not None:
             self._prompts = sweep.prompts.given(sweep.texts, length, count)
         else:
             self._prompts = sweep.prompts.make(axes["workload"], length, count)
-        if axes["workload"] == "agent":
-            self._sessions = sweep.prompts.sessions(length, self._cached, count)
         self._longest = max(self._prompts, key=len)
+        cached = tokens_cached(axes["cached"], len(self._longest))
+        asked = digest(self._prompts)
+        if axes["workload"] == "agent":
+            self._sessions = sweep.prompts.sessions(length, cached, count)
+            asked = digest([ids for one in self._sessions for ids in (*one.said, one.last)])
+            # The last token of an answer has not run when its session goes on.
+            cached -= bool(self._sessions[0].said)
         settings = engine.settings
         self._plan = engine.parts.rule.plan_with_hit(
-            len(self._longest), self._cached, engine.parts.sizes.page_tokens,
-            settings.encoder_replay,
+            len(self._longest), cached, engine.parts.sizes.page_tokens, settings.encoder_replay,
         )  # fmt: skip
-        tokens = len(self._longest) + axes["gen_len"] - 1
         rollback, drafts = settings.max_rollback, engine.parts.drafting is not None
         self._facts: dict[str, Any] = {
-            "kv_bytes": count * cost.held_bytes(config, tokens, rollback, drafts),
+            "kv_bytes": count * cost.held_bytes(config, tokens - 1, rollback, drafts),
             "cards": 1,
-            "prompt_digest": digest(self._prompts),
+            "prompt_digest": asked,
         }
-        self._positions: list[float] | None = None
         self._busy: Busy | None = None
 
     @property
@@ -225,24 +250,29 @@ class Measuring:
         )
 
     def warm_up(self) -> None:
-        """Count a prefill, then run what will be timed, the first time watching every draft; once
-        more to watch a device that works beside the host."""
-        llm, method = self.engine.llm, self.sweep.method
-        measured = llm.measure(self._longest, cached=self._plan.cached)
-        self._facts |= savings(self.sweep.config, self._plan, measured)
-        for at in range(method.warmup):
+        """Count a prefill, then run what will be timed; once more to watch a device that works
+        beside the host."""
+        self._facts |= savings(self.sweep.config, self._plan, self._counted())
+        for _ in range(self.sweep.method.warmup):
             start = self.sweep.clock()
-            if at == 0 and self.engine.parts.drafting is not None:
-                with llm.fresh():
-                    results, steps = llm.trace(self._primed(), self._params)
-                _raise_first(results)
-                self._positions = _positions(steps)
-            else:
-                self.repeat()
+            self.repeat()
             self.took = self.sweep.clock() - start
         if self.engine.device.beside:
-            with llm.fresh():
-                self._busy = watched(llm, self.engine.device, self._primed(), self._params)
+            with self.engine.llm.fresh():
+                self._busy = watched(
+                    self.engine.llm, self.engine.device, self._primed(), self._params
+                )
+
+    def _counted(self) -> Measured:
+        """What the longest prompt really computes; behind its history, if it is of a session."""
+        llm = self.engine.llm
+        if not self._sessions:
+            return llm.measure(self._longest, cached=self._plan.cached)
+        with llm.fresh():
+            prompt = self._primed()[0]
+            with Meter(llm.parts.runner) as meter:
+                _raise_first(llm.generate([prompt], SamplingParams(max_tokens=1, temperature=0)))
+                return meter.measured(len(prompt))
 
     def repeat(self) -> dict[str, Any]:
         """Run the row once: a sample, and a digest of the answers under `answers`."""
@@ -263,38 +293,38 @@ class Measuring:
         _raise_first(done)
         for one, result in zip(heard, done, strict=True):
             _account(one, result)
-        found = sample(heard, cards=self._facts["cards"])
+        found = sample(heard, cards=self._facts["cards"], drafts=self.job.axes["mtp"])
         found |= device.spent().per_step(end - start, self._busy)
-        return {**found, "answers": digest([result.token_ids for result in done])}
+        said = [result.token_ids for result in done]
+        return {**found, "answers": digest([*prompts, *said] if self._sessions else said)}
 
     def row(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The row of the samples of all repeats."""
         found = summary(samples)
         why = found.pop("why", {})
-        positions, fraction = self._positions, self._fraction(found)
-        if positions is None:
-            drafting = self.engine.parts.drafting is not None
-            why["acceptance_by_position"] = (
-                "no warm-up watched the drafts" if drafting else "nothing is drafted"
-            )
+        fraction = self._fraction([one for one in samples if one.get("completed")])
         if fraction is None:
-            why["ceiling_fraction"] = (
-                "unknown device: no ceiling" if self.sweep.floors is None else "nothing was timed"
-            )
+            unknown = self.sweep.floors is None
+            why["ceiling_fraction"] = "unknown device: no ceiling" if unknown else _NOT_TIMED
+        else:
+            reasons = {"prefill": _UNLIKE, "decode": why.get("decode_tok_s", _NOT_TIMED)}
+            why |= {f"ceiling_fraction.{n}": reasons[n] for n, v in fraction.items() if v is None}
         answers = {one.get("answers") for one in samples}
         found["answers"] = sorted(map(str, answers))
         return {
             **_head(self.job, self.sweep.method), **self._facts, **found,
-            "acceptance_by_position": positions, "ceiling_fraction": fraction,
-            "same_answers": len(answers) == 1, **({"why": why} if why else {}),
+            "ceiling_fraction": fraction, "same_answers": len(answers) == 1,
+            **({"why": why} if why else {}),
         }  # fmt: skip
 
     def _primed(self) -> list[tuple[int, ...]]:
         """Let the engine know what is to be known, and give what is asked then."""
         llm = self.engine.llm
         if not self._sessions:
-            if self._cached:
-                known = [prompt[: self._cached] for prompt in self._prompts]
+            cached = self.job.axes["cached"]
+            known = [prompt[: tokens_cached(cached, len(prompt))] for prompt in self._prompts]
+            known = [ids for ids in known if ids]
+            if known:
                 _raise_first(llm.generate(known, SamplingParams(max_tokens=1, temperature=0)))
             return self._prompts
         short = SamplingParams(max_tokens=ANSWER, temperature=0, ignore_eos=True)
@@ -314,22 +344,29 @@ class Measuring:
             for before, session in zip(history, self._sessions, strict=True)
         ]
 
-    def _fraction(self, found: Mapping[str, Any]) -> dict[str, float | None] | None:
-        """Floors over the medians of prefill and of a decoding step."""
-        floors, axes = self.sweep.floors, self.job.axes
-        if floors is None or found["status"] != "ok":
+    def _fraction(
+        self, samples: Sequence[Mapping[str, Any]]
+    ) -> dict[str, dict[str, float] | None] | None:
+        """Floors over the time until every request has its first token, and over a decoding step of
+        the window in which all decode."""
+        floors, count = self.sweep.floors, self.job.axes["batch_size"]
+        if floors is None or not samples:
             return None
-        count = axes["batch_size"]
-        ready = found["samples"]["ready_ms"]
-        prefill = floors.prefill(self._plan, count) / (sorted(ready)[len(ready) // 2] / 1e3)
-        decode = None
-        if found["tpot_ms"]:
-            accepted = found["accepted_length"]["median"] if found["accepted_length"] else 1.0
-            step = found["tpot_ms"]["median"] / 1e3 * accepted
-            context = len(self._longest) + axes["gen_len"] / 2
-            rows = 1 + (found["verified_length"] or 0.0)
-            decode = float(f"{floors.decode(context, count, rows) / step:.4g}")
-        return {"prefill": float(f"{prefill:.4g}"), "decode": decode}
+        prefill = floors.prefill(self._plan, count)
+        length = sum(map(len, self._prompts)) / count
+        decode = []
+        for one in samples:
+            if one["decode_step_ms"]:
+                told = one.get("speculation") or {"verified": 0, "steps": 1}
+                rows = 1 + told["verified"] / max(told["steps"], 1)
+                least = floors.decode(length + one["decode_behind"], count, rows)
+                decode.append(least / one["decode_step_ms"] * 1e3)
+        alike = len(set(map(len, self._prompts))) == 1
+        first = [prefill / one["ready_ms"] * 1e3 for one in samples] if alike else []
+        return {
+            "prefill": spread(first) if first else None,
+            "decode": spread(decode) if decode else None,
+        }
 
 
 def _waves(jobs: Sequence[Job], together: int) -> Iterator[list[list[Job]]]:
@@ -343,12 +380,12 @@ def _waves(jobs: Sequence[Job], together: int) -> Iterator[list[list[Job]]]:
         yield each[at : at + step]
 
 
-def _lengths(job: Job, sweep: Sweep) -> int:
-    """The longest prompt of a job."""
-    if sweep.texts is None:
-        return job.axes["prompt_len"]
-    given = sweep.prompts.given(sweep.texts, job.axes["prompt_len"], job.axes["batch_size"])
-    return max(map(len, given))
+def _tokens(job: Job, sweep: Sweep) -> int:
+    """Of a job's longest prompt with its answer."""
+    length, count = job.axes["prompt_len"], job.axes["batch_size"]
+    if sweep.texts is not None:
+        length = max(map(len, sweep.prompts.given(sweep.texts, length, count)))
+    return length + job.axes["gen_len"]
 
 
 def sized(settings: Settings, batch: int, longest: int) -> Settings:
@@ -393,12 +430,6 @@ def _account(heard: Heard, result: Completion) -> None:
         # The first token came with the prompt; all others were committed by steps.
         committed = usage.completion_tokens - 1
         heard.counts = Counts(steps, drafted, verified, accepted, 0, committed)
-
-
-def _positions(steps: Sequence[TraceStep]) -> list[float]:
-    """Accepted / drafted at each draft position."""
-    lines = tuple(Line(step, (), None) for step in steps)
-    return [round(one["acceptance"], 4) for one in traced(Trace({}, lines))["by_position"]]
 
 
 def _raise_first(results: Sequence[Completion]) -> None:

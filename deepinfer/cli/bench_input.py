@@ -272,7 +272,7 @@ def _axes(asked: Asked, values: Mapping[str, Any], settings: Settings) -> dict[s
     length, drafts = values.get("prompt_len"), settings.mtp > 0
     cached = values["cached"]
     if cached is None:
-        cached = _HIT.get(values["workload"], 0)
+        cached = _HIT.get(values["workload"], 0) if asked.texts is None else 0
     backend = "+".join(
         name if op == "all" else f"{op}={name}" for op, name in sorted(settings.backend.items())
     )
@@ -280,7 +280,8 @@ def _axes(asked: Asked, values: Mapping[str, Any], settings: Settings) -> dict[s
         "prompt_len": length,
         "gen_len": values["gen_len"],
         "batch_size": values["batch_size"],
-        "cached": axes.tokens_cached(cached, length) if length else 0,
+        # Of a user's texts a share is one of each.
+        "cached": axes.tokens_cached(cached, length) if length and not asked.texts else cached,
         "swa_keep": "full" if settings.replay_mode == "off" else settings.swa_keep,
         "replay_mode": settings.replay_mode,
         "mtp": settings.mtp,

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepinfer.bench import ceilings
+from deepinfer.bench.axes import tokens_cached
 from deepinfer.bench.ceilings import Floors
 from deepinfer.bench.files import META, Folder
 from deepinfer.bench.job import Job, Method, estimate
@@ -273,7 +274,7 @@ def _best(config: ModelConfig, job: Job, floors: Floors) -> str:
         return "at best: not known for prompts of any length"
     rule = ReplayRule.of(config, axes["replay_mode"], axes["swa_keep"])
     page, replay = job.settings.page_tokens, job.settings.encoder_replay
-    plan = rule.plan_with_hit(length, axes["cached"], page, replay)
+    plan = rule.plan_with_hit(length, tokens_cached(axes["cached"], length), page, replay)
     prefill = floors.prefill(plan, batch) * 1e3
     step = floors.decode(length + axes["gen_len"] / 2, batch, 1 + axes["mtp"]) * 1e3
     return f"at best, by bytes and FLOPs: prefill {prefill:,.4g} ms, a decoding step {step:,.3g} ms"

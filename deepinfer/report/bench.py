@@ -164,7 +164,7 @@ def _number(name: str, text: Callable[[float], str]) -> Cell:
 
 
 def _positions(row: Row) -> str:
-    shares = row.get("acceptance_by_position") or []
+    shares = map(median, row.get("acceptance_by_position") or [])
     return " ".join("-" if share is None else f"{share:.0%}" for share in shares) or "-"
 
 
@@ -185,12 +185,17 @@ def _state(row: Row) -> str:
         found.append("not steady")
     if row.get("outliers"):
         found.append(f"outliers {row['outliers']}")
+    if _mixed(row):
+        found.append("prefill in TPOT")
+    if _windowless(row):
+        found.append("no decode window")
     return ", ".join(found) or "ok"
 
 
 SPEED: tuple[tuple[str, Cell], ...] = (
     ("TTFT ms", _measured("ttft_ms")),
     ("TPOT ms", _measured("tpot_ms")),
+    ("decode tok/s", _measured("decode_tok_s")),
     ("output tok/s", _measured("output_tok_s")),
     ("output tok/s/card", _measured("output_tok_s_per_card")),
     ("prompt tok/s", _measured("prompt_tok_s")),
@@ -202,11 +207,13 @@ WORK: tuple[tuple[str, Cell], ...] = (
     ("saved layer-rows", _pair("prefill_saved_rows")),
     ("saved FLOPs", _pair("prefill_saved_flops")),
     ("accepted length", _measured("accepted_length")),
+    ("of uncut steps", _measured("accepted_length_uncut")),
     ("accepted", _number("acceptance_rate", percent)),
     ("by position", _positions),
     ("verified", _measured("verified_length")),
     ("prompt cached / computed / replayed", _tokens),
-    ("KV MiB", _measured("kv_bytes", 2**20)),
+    ("KV MiB, ledger", _measured("kv_bytes", 2**20)),
+    ("decode step ms", _measured("decode_step_ms")),
     ("host ms/step", _measured("host_ms_per_step")),
 )
 OPS: tuple[tuple[str, Cell], ...] = (
@@ -279,9 +286,25 @@ def _differing(row: Row) -> str | None:
     return "its repeats gave different answers: they did not do the same work"
 
 
+def _mixed(row: Row) -> str | None:
+    if not row.get("prefill_in_tpot"):
+        return None
+    return (
+        "TPOT has prompts of others in it, as not all fitted into one step; decode tok/s has none"
+    )
+
+
+def _windowless(row: Row) -> str | None:
+    if not good(row) or median(row.get("tpot_ms")) is None or row.get("decode_tok_s", 1):
+        return None
+    why = (row.get("why") or {}).get("decode_tok_s", "no decode window")
+    return f"{why}; longer answers make one, or --cached 100%"
+
+
 REMARKS: dict[str, Callable[[Row], str | None]] = {
     "not measured": _unmeasured, "with outliers": _outliers, "not steady": _unsteady,
-    "differing": _differing,
+    "differing": _differing, "with prefill in TPOT": _mixed,
+    "without a decode window": _windowless,
 }  # fmt: skip
 
 
@@ -294,13 +317,17 @@ def _simulated(row: Row) -> float | None:
 TERMS = """\
 Numbers are medians of {repeats}; ± is half of what lies between the 5th and the 95th percentile.
 TTFT: from submission to the first delivered token, queue included. TPOT: milliseconds a token \
-between the first delivery and the last.
+between the first delivery and the last, prompts of others in its steps included.
+Decode tok/s, decode step, decode of ceiling: from the last first token to the first finish, when \
+all requests decode and no prompt runs.
 Output tok/s counts generated tokens, prompt tok/s the prompt tokens that were computed and not \
 those reused.
 Saved: of all layers of the model, against every layer on every prompt token; FLOPs are \
 FP8-equivalent.
-Accepted length: tokens committed / target steps, bonus or corrected token included. Accepted: \
-accepted drafts / drafted.
+Accepted length: tokens committed / target steps, bonus or corrected token included; of uncut \
+steps: of those that had room for every draft, as the end of an answer cuts its last ones. By \
+position: of these too. Accepted: accepted drafts / drafted.
+KV: bytes that the cost model gives the requests at their full length; nothing was measured.
 Of ceiling: the time that the measured copy bandwidth and matmul rate allow at best, over the \
 time it took."""
 

@@ -61,22 +61,22 @@ def _prefill(rows: Sequence[Row], base: Path) -> list[Path]:
     return _pareto(
         shown, base, "Prefill: computed prompt tokens against first token",
         ("time to first token, ms", "ttft_ms"), ("prompt tokens/s, cached ones left out",
-        "prompt_tok_s"), lambda row: row["ttft_ms"], "prefill",
+        "prompt_tok_s"), lambda row: row["ttft_ms"], lambda row: row["prompt_tok_s"], "prefill",
         # A run at the ceiling is faster by one factor on both axes.
         lambda row, share: (_at(row, "ttft_ms") * share, _at(row, "prompt_tok_s") / share),
     )  # fmt: skip
 
 
 def _decode(rows: Sequence[Row], base: Path) -> list[Path]:
-    """Tokens a second of the machine against those of one request."""
-    shown = [row for row in rows if median(row.get("output_tok_s")) and median(row.get("tpot_ms"))]
+    """Tokens a second of the machine against those of one request, while all decode."""
+    shown = [row for row in rows if median(row.get("decode_tok_s"))]
     if not shown:
         return []
     return _pareto(
-        shown, base, "Decode: output of a card against speed of a user",
-        ("tokens/s of one user (1 / TPOT)", "user_tok_s"),
-        ("output tokens/s and card", "output_tok_s_per_card"), _user, "decode",
-        lambda row, share: (_user(row)["median"] / share, _card(row) / share),
+        shown, base, "Decode: output of a card against speed of a user, while all decode",
+        ("tokens/s of one user", "user_tok_s"),
+        ("tokens/s of a card", "decode_tok_s_per_card"), _user, _card, "decode",
+        lambda row, share: (_user(row)["median"] / share, _card(row)["median"] / share),
     )  # fmt: skip
 
 
@@ -87,6 +87,7 @@ def _pareto(
     across: tuple[str, str],
     upward: tuple[str, str],
     x_of: Callable[[Row], Mapping[str, float]],
+    y_of: Callable[[Row], Mapping[str, float]],
     part: str,
     best: Callable[[Row, float], tuple[float, float]],
 ) -> list[Path]:
@@ -98,7 +99,7 @@ def _pareto(
     ceiling: list[tuple[float, float]] = []
     places: list[tuple[float, float, str]] = []
     for curve in curves:
-        x, y = [x_of(row) for row in curve.rows], [row[upward[1]] for row in curve.rows]
+        x, y = [x_of(row) for row in curve.rows], [y_of(row) for row in curve.rows]
         _line(axes, x, y, curve)
         for row, here, there in zip(curve.rows, x, y, strict=True):
             share = _share(row, part)
@@ -160,7 +161,7 @@ def _depth(rows: Sequence[Row], base: Path) -> list[Path]:
     for axes, (what, unit, values) in zip(
         panels,
         (("prefill", "computed prompt tokens/s", lambda row: row.get("prompt_tok_s")),
-         ("decode", "tokens/s of one user", _user)),
+         ("decode", "tokens/s of one user, all decoding", _user)),
         strict=True,
     ):  # fmt: skip
         for curve in curves:
@@ -429,19 +430,16 @@ def _at(row: Row, name: str) -> float:
     return median(row[name]) or 0.0
 
 
-def _card(row: Row) -> float:
-    return _at(row, "output_tok_s_per_card")
+def _card(row: Row) -> dict[str, float]:
+    """Tokens a second of one card while all requests decode; empty where nobody knows."""
+    found = row.get("decode_tok_s")
+    return _scaled(found, 1 / row["cards"]) if found else {}
 
 
 def _user(row: Row) -> dict[str, float]:
-    """Tokens a second of one request: 1,000 / TPOT, slow and fast ends exchanged."""
-    times = row.get("tpot_ms")
-    middle = median(times)
-    if not middle:
-        return {}
-    below, above = spread(times)
-    fast = middle - below or middle
-    return {"median": 1e3 / middle, "p5": 1e3 / (middle + above), "p95": 1e3 / fast}
+    """Tokens a second of one request while all decode."""
+    found = row.get("decode_tok_s")
+    return _scaled(found, 1 / row["axes"]["batch_size"]) if found else {}
 
 
 def _share(row: Row, part: str) -> float | None:

@@ -6,17 +6,21 @@ import time
 import pytest
 import torch
 
+from deepinfer.bench.ceilings import Floors
 from deepinfer.bench.files import Folder, read_rows
 from deepinfer.bench.job import Job, Method
-from deepinfer.bench.run import Sweep, TooSlow
+from deepinfer.bench.run import Measuring, Sweep, TooSlow
 from deepinfer.bench.workload import Prompts
 from deepinfer.checkpoint.layout import open_checkpoint
 from deepinfer.engine.assembly import assemble
-from deepinfer.errors import DeepinferError
+from deepinfer.errors import DeepinferError, UsageError
 from deepinfer.report.bench import csv
 from deepinfer.settings import for_model, resolve
+from deepinfer.settings.values import Value
 from deepinfer.tokenizer.tokenizer import Tokenizer
 from tests import t6
+
+ROWS = {"max_num_batched_tokens": Value(40, "flag", "--max-num-batched-tokens")}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -88,6 +92,9 @@ def test_a_row_says_what_happened(checkpoint, sweep):
     assert len(row["acceptance_by_position"]) == 2
     assert 1 <= row["accepted_length"]["median"] <= 3
     assert row["same_answers"] is True and len(row["samples"]["ttft_ms"]) == 3
+    # Three tokens behind the first: one step had room for two drafts and a token.
+    assert row["accepted_length_uncut"]["n"] == row["acceptance_by_position"][0]["n"] == 3
+    assert row["prefill_in_tpot"] is False
     assert row["ceiling_fraction"] is None
     assert row["why"]["ceiling_fraction"] == "unknown device: no ceiling"
 
@@ -113,6 +120,56 @@ def test_what_is_asked_to_be_cached_is_reused(checkpoint, sweep, workload):
     known = 48 if workload == "code" else 44
     found = rows[warm[0].row_id]["prompt_tokens"]
     assert found == {"cached": 2 * known, "computed": 2 * (80 - known), "replayed": 0}
+
+
+FLOORS = {"copy_gb_per_s": 10.0, "float32_gflop_per_s": 50.0}
+
+
+def test_rows_that_prefill_while_others_decode_say_it(checkpoint, sweep, tmp_path):
+    """Two prompts of 40 tokens and room for 40 rows: the second begins when the first decodes."""
+    rows = []
+    for tokens, room in ((7, {}), (10, ROWS), (2, ROWS)):
+        [job] = jobs(checkpoint, mtps=(0,), batches=(2,), tokens=tokens)
+        job = Job(job.axes, job.settings.changed(room))
+        floors = Floors(checkpoint.config, FLOORS, "cpu")
+        folder = tmp_path / str(len(rows))
+        rows += sweep([job], folder, repeats=1, warmup=0, floors=floors).values()
+    assert [row["prefill_in_tpot"] for row in rows] == [False, True, True]
+    for row in rows[:2]:
+        assert 0 < row["ceiling_fraction"]["decode"]["median"] < 1
+        assert row["ceiling_fraction"]["prefill"]["n"] == row["decode_tok_s"]["n"] == 1
+    assert rows[2]["decode_tok_s"] is None is rows[2]["ceiling_fraction"]["decode"]
+    assert rows[2]["why"]["ceiling_fraction.decode"] == rows[2]["why"]["decode_tok_s"]
+
+
+def test_the_drafts_of_uncut_steps_are_all_made(checkpoint, sweep):
+    """What acceptance by position divides by."""
+    row = next(iter(sweep(jobs(checkpoint, batches=(3,), tokens=12), repeats=1, warmup=0).values()))
+    told = row["acceptance_by_position"]
+    assert len(told) == 2 and told[0]["median"] >= told[1]["median"]
+    by_length = 1 + sum(one["median"] for one in told)
+    assert row["accepted_length_uncut"]["median"] == pytest.approx(by_length, rel=1e-4)
+
+
+def test_a_session_counts_what_it_resumes_from(checkpoint, sweep):
+    [job] = jobs(checkpoint, length=80, workload="agent")
+    half = Job({**job.axes, "cached": 48}, job.settings)
+    row = sweep([half], repeats=1)[half.row_id]
+    for name in ("prefill_saved_rows", "prefill_saved_flops"):
+        assert row[name]["measured"] == pytest.approx(row[name]["planned"], abs=1e-6)
+    other = sweep([job], repeats=1)[job.row_id]
+    assert row["prompt_digest"] != other["prompt_digest"], "the history is part of what is asked"
+
+
+def test_a_share_of_a_users_text_is_known(checkpoint, sweep):
+    [job] = jobs(checkpoint, batches=(2,), length=None, tokens=2)
+    half = Job({**job.axes, "cached": "50%"}, job.settings)
+    texts = ("x" * 79, "y" * 39)
+    row = sweep([half], repeats=1, texts=texts, floors=Floors(checkpoint.config, FLOORS, "cpu"))
+    row = row[half.row_id]
+    assert row["prompt_tokens"] == {"cached": 40 + 12, "computed": 40 + 28, "replayed": 0}
+    assert row["ceiling_fraction"]["prefill"] is None
+    assert row["why"]["ceiling_fraction.prefill"] == "prompts of several lengths"
 
 
 def test_repeats_of_all_rows_take_turns(checkpoint, sweep):
@@ -148,6 +205,40 @@ def test_too_slow_is_noticed_before_anything_is_measured(checkpoint, sweep, tmp_
     with pytest.raises(TooSlow):
         sweep(jobs(checkpoint), patience=1e-9)
     assert not (tmp_path / "out" / "samples.jsonl").exists()
+
+
+def test_rows_of_later_waves_count_for_patience_and_failures_wait_for_it(
+    checkpoint, sweep, tmp_path, monkeypatch
+):
+    """One engine at a time: rows of a second each are too slow, though the first wave is not."""
+    asked = jobs(checkpoint, keeps=(t6.KEEP, "full"), mtps=(0,), tokens=2)
+    bad = Job({**asked[0].axes, "prompt_len": 100_000}, asked[0].settings)
+    warm_up = Measuring.warm_up
+
+    def second(self):
+        warm_up(self)
+        self.took = 1.0
+
+    monkeypatch.setattr(Measuring, "warm_up", second)
+    with pytest.raises(TooSlow):
+        sweep([bad, *asked], patience=3.0, keep_going=True)
+    assert not (tmp_path / "out" / "rows.jsonl").exists(), "nothing is kept of rows nobody wants"
+    rows = sweep([bad, *asked], patience=7.0, keep_going=True)
+    told = [rows[job.row_id]["status"] for job in (bad, *asked)]
+    assert told == ["failed", "ok", "ok"], "a row that fits nowhere costs its neighbours nothing"
+
+
+def test_a_full_disk_writes_no_row_twice(checkpoint, sweep, monkeypatch):
+    written = []
+
+    def add_row(self, row):
+        written.append(row["row_id"])
+        raise UsageError("out-not-written", "no space left")
+
+    monkeypatch.setattr(Folder, "add_row", add_row)
+    with pytest.raises(UsageError, match="no space"):
+        sweep(jobs(checkpoint), repeats=1, keep_going=True)
+    assert len(written) == 1
 
 
 class Killed(BaseException):
