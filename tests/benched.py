@@ -61,7 +61,10 @@ def row(seed=0, speed=1.0, synthetic=None, noise=0.03, **given):
         "ceiling_fraction": {
             "prefill": stats([0.35] * 5), "decode": stats([0.2 + 0.1 / batch] * 5),
         },
-        "samples": {"ttft_ms": ttft, "tpot_ms": tpot, "output_tok_s": rate},
+        "samples": {
+            "ttft_ms": ttft, "tpot_ms": tpot, "output_tok_s": rate,
+            "decode_tok_s": [1e3 * batch / each for each in tpot],
+        },
         "self_ratio": 1.003, "steady": True, "outliers": 0, "status": "ok",
     }  # fmt: skip
 

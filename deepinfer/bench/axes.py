@@ -20,7 +20,10 @@ from deepinfer.errors import UsageError
 from deepinfer.settings import kinds, registry
 from deepinfer.settings.kinds import BadValue, Kind
 
-__all__ = ["AXES", "KINDS", "MOST", "Axis", "combinations", "parse", "read_sweep", "row_id"]
+__all__ = [
+    "AXES", "KINDS", "MOST", "Axis", "combinations", "parse", "read_bars", "read_sweep", "row_id",
+    "table_of",
+]  # fmt: skip
 
 KINDS = ("code", "arithmetic", "retrieval", "chat", "agent")
 """Text kinds of the embedded checkpoint; `agent` are sessions whose history grows."""
@@ -194,6 +197,48 @@ def read_sweep(path: Path) -> tuple[list[dict[str, tuple[Any, ...]]], dict[str, 
             "deepinfer bench --help",
         )  # fmt: skip
     return [_grid(path, grid) for grid in grids], table
+
+
+def read_bars(path: Path, tables: object) -> tuple[dict[str, Any], ...]:
+    """The tables `[[bar]]` of a sweep file, with the values of axes as rows have them.
+
+    name; figure: a measured field of a row; rows: which are judged, by their axes, over: by which
+    other rows' best they are divided, each: the axis in which these must be equal; at_least or
+    at_most: the limit. Raises UsageError.
+    """
+    out = []
+    for table in tables if isinstance(tables, list) else [tables]:
+        try:
+            bar = {"rows": {}, **table}
+            number = bar.pop("at_least", None), bar.pop("at_most", None)
+            [(way, limit)] = [
+                (way, float(value)) for way, value in zip(("at_least", "at_most"), number,
+                                                          strict=True) if value is not None
+            ]  # fmt: skip
+            picked = {key: _grid(path, bar.pop(key)) for key in ("rows", "over") if key in bar}
+            names = {key: str(bar.pop(key)) for key in ("name", "figure")}
+            each = {"each": bar.pop("each")} if "each" in bar else {}
+            if bar or not all(name in AXES for name in each.values()):
+                raise ValueError
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise UsageError(
+                "sweep-unreadable", f"{path.name}: a bar is not as it must be",
+                ["name, figure, at_least or at_most; rows and over: tables of axes; each: an axis"],
+                '[[bar]] name = "S2", figure = "decode_tok_s", at_least = 100',
+            ) from None  # fmt: skip
+        out.append({**names, **picked, **each, way: limit})
+    return tuple(out)
+
+
+def table_of(path: Path, tables: dict[str, Any], name: str) -> dict[str, Any]:
+    """Take a table out of a sweep file's others, empty if it is not there. Raises UsageError."""
+    found = tables.pop(name, {})
+    if not isinstance(found, dict):
+        raise UsageError(
+            "sweep-unreadable", f"{path.name}: {name} is no table", [f"a table [{name}]"],
+            "deepinfer bench --help",
+        )  # fmt: skip
+    return found
 
 
 def _grid(path: Path, grid: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:

@@ -133,6 +133,10 @@ class Folder:
         text = json.dumps(meta, indent=1, ensure_ascii=False, allow_nan=False)
         self._write("meta.json", [text + "\n"])
 
+    def write_text(self, name: str, text: str) -> None:
+        """A file beside the rows, replaced whole."""
+        self._write(name, [text])
+
     def add_sample(self, identity: str, repeat: int, sample: Mapping[str, Any]) -> None:
         """One repeat of a row that is not done yet."""
         self.samples.setdefault(identity, {})[repeat] = dict(sample)

@@ -37,6 +37,7 @@ __all__ = ["Sweep", "TooSlow", "sized"]
 SEED = 1
 _ENGINES = 12  # most that take turns
 _NOT_TIMED = "nothing was timed"
+_SHARES = {part: f"ceiling_fraction.{part}" for part in ("prefill", "decode")}
 _UNLIKE = "prompts of several lengths"
 
 
@@ -180,10 +181,9 @@ class Engine:
     """An engine just large enough for its rows. served: ops by back end."""
 
     def __init__(self, jobs: Sequence[Job], sweep: Sweep) -> None:
-        batch = max(job.axes["batch_size"] for job in jobs)
         most = sweep.config.max_position_embeddings - 1  # what is longer fails by itself
-        longest = min(max(_tokens(job, sweep) for job in jobs), most)
-        settings = sized(jobs[0].settings, batch, longest)
+        sizes = [(job.axes["batch_size"], min(_tokens(job, sweep), most)) for job in jobs]
+        settings = sized(jobs[0].settings, sizes)
         parts = sweep.make(settings)
         self.settings, self.parts = settings, parts
         self.device = Timed(parts, sweep.clock)
@@ -302,15 +302,20 @@ class Measuring:
         """The row of the samples of all repeats."""
         found = summary(samples)
         why = found.pop("why", {})
-        fraction = self._fraction([one for one in samples if one.get("completed")])
+        shares = self._shares([one for one in samples if one.get("completed")])
+        fraction = {
+            part: spread(values) if (values := [v for v in shares[name] if v]) else None
+            for part, name in _SHARES.items()
+        } if shares else None  # fmt: skip
         if fraction is None:
             unknown = self.sweep.floors is None
             why["ceiling_fraction"] = "unknown device: no ceiling" if unknown else _NOT_TIMED
         else:
             reasons = {"prefill": _UNLIKE, "decode": why.get("decode_tok_s", _NOT_TIMED)}
-            why |= {f"ceiling_fraction.{n}": reasons[n] for n, v in fraction.items() if v is None}
+            why |= {_SHARES[part]: reasons[part] for part, v in fraction.items() if v is None}
         answers = {one.get("answers") for one in samples}
         found["answers"] = sorted(map(str, answers))
+        found["samples"] |= shares
         return {
             **_head(self.job, self.sweep.method), **self._facts, **found,
             "ceiling_fraction": fraction, "same_answers": len(answers) == 1,
@@ -344,29 +349,23 @@ class Measuring:
             for before, session in zip(history, self._sessions, strict=True)
         ]
 
-    def _fraction(
-        self, samples: Sequence[Mapping[str, Any]]
-    ) -> dict[str, dict[str, float] | None] | None:
-        """Floors over the time until every request has its first token, and over a decoding step of
-        the window in which all decode."""
+    def _shares(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]]:
+        """Of each repeat: the floor over the time until every request had its first token, and over
+        a decoding step of the window in which all decode. Empty where there is no ceiling."""
         floors, count = self.sweep.floors, self.job.axes["batch_size"]
         if floors is None or not samples:
-            return None
-        prefill = floors.prefill(self._plan, count)
-        length = sum(map(len, self._prompts)) / count
-        decode = []
+            return {}
+        lengths = [len(prompt) for prompt in self._prompts]
+        prefill = floors.prefill(self._plan, count) * 1e3 if len(set(lengths)) == 1 else None
+        steps = []
         for one in samples:
-            if one["decode_step_ms"]:
-                told = one.get("speculation") or {"verified": 0, "steps": 1}
-                rows = 1 + told["verified"] / max(told["steps"], 1)
-                least = floors.decode(length + one["decode_behind"], count, rows)
-                decode.append(least / one["decode_step_ms"] * 1e3)
-        alike = len(set(map(len, self._prompts))) == 1
-        first = [prefill / one["ready_ms"] * 1e3 for one in samples] if alike else []
-        return {
-            "prefill": spread(first) if first else None,
-            "decode": spread(decode) if decode else None,
-        }
+            told = one.get("speculation") or {"verified": 0, "steps": 1}
+            rows = 1 + told["verified"] / max(told["steps"], 1)
+            context = sum(lengths) / count + (one["decode_behind"] or 0)
+            least = floors.decode(context, count, rows) * 1e3
+            steps.append(least / one["decode_step_ms"] if one["decode_step_ms"] else None)
+        first = [prefill and prefill / one["ready_ms"] for one in samples]
+        return dict(zip(_SHARES.values(), (first, steps), strict=True))
 
 
 def _waves(jobs: Sequence[Job], together: int) -> Iterator[list[list[Job]]]:
@@ -388,13 +387,16 @@ def _tokens(job: Job, sweep: Sweep) -> int:
     return length + job.axes["gen_len"]
 
 
-def sized(settings: Settings, batch: int, longest: int) -> Settings:
-    """Memory for the largest rows and what they leave to resume from, unless somebody chose."""
+def sized(settings: Settings, sizes: Sequence[tuple[int, int]]) -> Settings:
+    """Memory for each of the rows, requests and tokens of one, with what it leaves to resume from,
+    unless somebody chose."""
     page = settings.page_tokens
-    pages = (batch + 1) * (-(-longest // page) + 2)
+    pages = max((batch + 1) * (-(-tokens // page) + 2) for batch, tokens in sizes)
     needed = {
-        "max_num_seqs": batch, "max_model_len": longest + 1, "kv_cache_tokens": pages * page,
-    }  # fmt: skip
+        "max_num_seqs": max(batch for batch, _ in sizes),
+        "max_model_len": max(tokens for _, tokens in sizes) + 1,
+        "kv_cache_tokens": pages * page,
+    }
     return settings.changed(
         {
             name: Value(value, "default", "the rows of this sweep")

@@ -6,6 +6,7 @@ must not know how a row is measured or shown: `bench` and `report` do.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +20,8 @@ from deepinfer.settings import registry, resolve
 
 if TYPE_CHECKING:
     from deepinfer.bench.files import Folder
+    from deepinfer.cli.bench_input import Asked
+    from deepinfer.report.bench_rows import Saved
 
 __all__ = ["EXAMPLES", "NAME", "command"]
 
@@ -112,6 +115,9 @@ Report = _switch("Output", "--report", "Write report.md with the pictures.")
 Plot = _switch(
     "Output", "--plot/--no-plot", "Pictures. Default: on if there are several rows.", hidden=True
 )
+Check = _switch(
+    "Output", "--check", "Exit 1 unless every bar of the sweep file is met.", hidden=True
+)
 Baseline = _text(
     "Output", "--baseline", metavar="PLACE", hidden=True,
     help="Results to hold the rows against; exit 1 if they lost more.",
@@ -153,6 +159,7 @@ def command(
     keep_going: Annotated[bool, KeepGoing] = False,
     report: Annotated[bool, Report] = False,
     plot: Annotated[bool | None, Plot] = None,
+    check: Annotated[bool, Check] = False,
     baseline: Annotated[str | None, Baseline] = None,
     max_regression: Annotated[str | None, MaxRegression] = None,
     json_mode: Json = False,
@@ -214,32 +221,54 @@ def command(
                 more = f" and {counted(kept, 'repeat')} of others" if kept else ""
                 output.note(f"stopped after {counted(len(folder.rows), 'row')}{more}; {hint}")
             raise
-        _draw(output, folder, meta, rows, plot, report)
-    regressions = _judged(rows, old, limit)
-    if json_mode:
-        output.document(_document(meta, rows, regressions))
-    elif quiet:
-        for row in rows:
-            number = row.get("output_tok_s") or row.get("time_us")
-            output.data(f"{number['median']:.6g}" if number else "nan")
-    else:
-        _print(output, meta, rows, regressions, output_format)
+        bars = _bars(asked, folder, meta, rows)
+        regressions = _judged(meta, rows, old, limit)
+        if json_mode:
+            output.document(_document(meta, rows, regressions, bars))
+        elif quiet:
+            for row in rows:
+                number = row.get("output_tok_s") or row.get("time_us")
+                output.data(f"{number['median']:.6g}" if number else "nan")
+        else:
+            _print(output, meta, rows, regressions, bars, output_format)
+        # What was measured is told by now, whatever becomes of the pictures.
+        _draw(output, folder, meta, rows, bars, plot, report)
     bad = any(row["status"] != "ok" for row in rows)
     lost = regressions is not None and regressions["regressions"]
-    return int(ExitCode.CHECK_FAILED if bad or lost else ExitCode.DONE)
+    missed = check and any(one["verdict"] != "met" for one in bars)
+    return int(ExitCode.CHECK_FAILED if bad or lost or missed else ExitCode.DONE)
+
+
+def _bars(
+    asked: Asked, folder: Folder, meta: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Records of the sweep file's bars, in the folder too."""
+    from deepinfer.report import bench_bars
+
+    records = bench_bars.judge(asked.bars, meta, rows)
+    if records:
+        lines = (json.dumps(one, ensure_ascii=False, allow_nan=False) for one in records)
+        folder.write_text("bars.jsonl", "".join(line + "\n" for line in lines))
+    return records
 
 
 def _print(
     output: Output, meta: Mapping[str, Any], rows: Sequence[Mapping[str, Any]],
-    regressions: Mapping[str, Any] | None, output_format: str | None,
+    regressions: Mapping[str, Any] | None, bars: Sequence[dict[str, Any]],
+    output_format: str | None,
 ) -> None:  # fmt: skip
     from deepinfer.report import bench as shown
+    from deepinfer.report import bench_bars
 
     if output_format in (None, "table"):
         for number, table in enumerate(shown.tables(rows)):
             if number:
                 output.data("")
             output.table(*table)
+        if bars:
+            for one in bars:
+                output.data(json.dumps(one, ensure_ascii=False, allow_nan=False))
+            output.table(*bench_bars.table(bars))
     else:
         output.text(shown.table(rows, str(output_format)))
     for line in shown.notes(meta, rows):
@@ -247,6 +276,8 @@ def _print(
     if regressions is None:
         return
     limit = f"{regressions['limit']:.0%}"
+    for line in regressions["remarks"]:
+        output.note(line)
     for name in regressions["unmatched"]:
         output.note(f"{name}: not in the baseline")
     if not regressions["regressions"]:
@@ -259,25 +290,26 @@ def _print(
     ]  # fmt: skip
     output.table(
         ("row", "measure", "baseline", "now", "speed now / then"), offenders,
-        f"Lost more than {limit} of the baseline",
+        f"Not there any more, or lost more than {limit} of the baseline",
     )  # fmt: skip
 
 
 def _document(
     meta: Mapping[str, Any], rows: Sequence[Mapping[str, Any]],
-    regressions: Mapping[str, Any] | None,
+    regressions: Mapping[str, Any] | None, bars: Sequence[dict[str, Any]],
 ) -> dict[str, Any]:  # fmt: skip
     """The head, what is known about the run under `meta`, ceilings, rows."""
     head = ("schema", "deepinfer_version", "created", "command", "settings", "environment")
     document = {name: meta[name] for name in head}
     document["meta"] = {k: v for k, v in meta.items() if k not in (*head, "ceilings")}
     document |= {"ceilings": meta["ceilings"], "rows": list(rows)}
+    document |= {"bars": list(bars)} if bars else {}
     return document | ({"regressions": regressions} if regressions is not None else {})
 
 
 def _draw(
     output: Output, folder: Folder, meta: Mapping[str, Any], rows: Sequence[Mapping[str, Any]],
-    plot: bool | None, report: bool,
+    bars: Sequence[dict[str, Any]], plot: bool | None, report: bool,
 ) -> None:  # fmt: skip
     """Pictures and the page, from what is saved."""
     figures: list[Path] = []
@@ -287,25 +319,27 @@ def _draw(
         figures = bench_plots.write(meta, rows, folder.path / "figures")
     if report:
         from deepinfer.report import bench as shown
+        from deepinfer.report import bench_bars
 
-        page = shown.markdown(meta, rows, [file.relative_to(folder.path) for file in figures])
-        (folder.path / "report.md").write_text(page, encoding="utf-8")
-    pictures = sum(file.suffix == ".png" for file in figures)
-    more = f", {counted(pictures, 'picture')}" if pictures else ""
-    output.say(f"wrote {counted(len(rows), 'row')}{more} in {folder.path}", "dim")
+        pictures = [file.relative_to(folder.path) for file in figures]
+        more = [bench_bars.table(bars)] if bars else []
+        folder.write_text("report.md", shown.markdown(meta, rows, pictures, more))
+    drawn = sum(file.suffix == ".png" for file in figures)
+    beside = f", {counted(drawn, 'picture')}" if drawn else ""
+    output.say(f"wrote {counted(len(rows), 'row')}{beside} in {folder.path}", "dim")
 
 
 def _judged(
-    rows: Sequence[Mapping[str, Any]], old: Sequence[Mapping[str, Any]] | None, limit: float
+    meta: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], old: Saved | None, limit: float
 ) -> dict[str, Any] | None:
     if old is None:
         return None
     from deepinfer.report import bench_compare
 
-    return bench_compare.regressions(rows, old, limit)
+    return bench_compare.regressions(meta, rows, old, limit)
 
 
-def _baseline(output: Output, place: str | None) -> Sequence[Mapping[str, Any]] | None:
+def _baseline(output: Output, place: str | None) -> Saved | None:
     if place is None:
         return None
     from deepinfer.report import bench_rows
@@ -313,7 +347,7 @@ def _baseline(output: Output, place: str | None) -> Sequence[Mapping[str, Any]] 
     saved = bench_rows.read(Path(place))
     for line in saved.warnings:
         output.warn(line)
-    return saved.rows
+    return saved
 
 
 def _limit(word: str | None, baseline: str | None) -> float:

@@ -56,8 +56,9 @@ _SILENT = ("log_level", "config", "no_progress", "debug", "build_dir", "jit_cach
 @dataclass(frozen=True)
 class Asked:
     """A checked question. grids: of which rows are made; given: axes that somebody chose; method:
-    repeats, warmup, temperature; folder: of the checkpoint, None with random weights of a synthetic
-    size; accepted_length: what simulated acceptance gives; said: warnings so far."""
+    repeats, warmup, temperature; bars: of a sweep file; folder: of the checkpoint, None with random
+    weights of a synthetic size; accepted_length: what simulated acceptance gives; said: warnings so
+    far."""
 
     settings: Settings
     chosen: Chosen
@@ -65,6 +66,7 @@ class Asked:
     grids: tuple[Mapping[str, tuple[Any, ...]], ...]
     given: frozenset[str]
     method: Mapping[str, Any]
+    bars: tuple[Mapping[str, Any], ...]
     accelerator: str
     folder: Path | None
     synthetic: Size | None
@@ -85,15 +87,19 @@ def read_asked(
 
     Raises UsageError, CheckpointError and EnvironmentProblem.
     """
+    grids: list[dict[str, tuple[Any, ...]]] = [{}]
+    beside: dict[str, Any] = {}
+    bars: tuple[Mapping[str, Any], ...] = ()
+    if sweep is not None:
+        grids, beside = axes.read_sweep(Path(sweep))
+        bars = axes.read_bars(Path(sweep), beside.pop("bar", []))
+        chosen = {**axes.table_of(Path(sweep), beside, "settings"), **chosen}
     settings = resolve(chosen, environ, source="flag")
     output.level = settings.log_level
     for line in settings.warnings:
         output.warn(line)
     given = {name: axes.parse(name, text) for name, text in words.items() if text is not None}
-    grids: list[dict[str, tuple[Any, ...]]] = [{}]
-    beside: dict[str, Any] = {}
     if sweep is not None:
-        grids, beside = axes.read_sweep(Path(sweep))
         of_file = {name: beside.pop(name, None) for name in ("synthetic", "accepted_length")}
         synthetic = synthetic or of_file["synthetic"]
         accepted_length = accepted_length or of_file["accepted_length"]
@@ -101,7 +107,8 @@ def read_asked(
         if unknown:
             raise UsageError(
                 "sweep-unreadable", f"{Path(sweep).name}: {unknown} is not an entry",
-                [f"entries: synthetic, accepted_length, {', '.join(_METHOD)}, and a table axes"],
+                [f"entries: synthetic, accepted_length, {', '.join(_METHOD)}",
+                 "tables: axes, settings, bar"],
                 "deepinfer bench --help",
             )  # fmt: skip
         for name, value in beside.items():
@@ -141,6 +148,7 @@ def read_asked(
         environ=environ,
         grids=tuple(whole),
         given=frozenset(name for grid in grids for name in {**grid, **given}),
+        bars=bars,
         method={**_METHOD, **beside, **{k: v for k, v in method.items() if v is not None}},
         accelerator=accelerator,
         folder=folder,

@@ -212,7 +212,7 @@ def _ops(
     rates = floors.rates if floors else None
 
     def side(values: Mapping[str, Any]) -> ops.Side:
-        settings = sized(bench_input.ops_settings(asked, values), 1, longest + 1)
+        settings = sized(bench_input.ops_settings(asked, values), [(1, longest + 1)])
         shared = {
             "backend": values["backend"], "dtype": bench_input.dtype_of(asked, settings),
             "batch_invariant": settings.batch_invariant, "accelerator": asked.accelerator,

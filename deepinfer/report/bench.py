@@ -24,7 +24,7 @@ from deepinfer.report.bench_rows import (
 )
 from deepinfer.report.tables import Table, amount, percent
 
-__all__ = ["FORMATS", "csv", "markdown", "notes", "table", "tables"]
+__all__ = ["FORMATS", "STEADY", "csv", "markdown", "moved", "notes", "table", "tables"]
 
 FORMATS = ("table", "md", "csv", "json", "jsonl")
 STEADY = (0.98, 1.02)
@@ -73,15 +73,10 @@ def csv(rows: Sequence[Row]) -> str:
 def notes(meta: Mapping[str, Any], rows: Sequence[Row]) -> list[str]:
     """What a reader has to know before believing a number, a line each."""
     names, found = varying(rows), []
-    moved = [
-        f"{_unit(name)} {percent(abs(after / before - 1))}"
-        for name, before, after in ceilings(meta)
-        if before and after and abs(after / before - 1) > MOVED
-    ]
-    if moved:
+    if moved(meta):
         found.append(
             f"the ceilings moved by more than {percent(MOVED)} during the run "
-            f"({', '.join(moved)}): its numbers are void, run it again on a quiet machine"
+            f"({', '.join(moved(meta))}): its numbers are void, run it again on a quiet machine"
         )
     for what, remark in REMARKS.items():
         said = [(row, remark(row)) for row in rows if remark(row)]
@@ -99,6 +94,15 @@ def notes(meta: Mapping[str, Any], rows: Sequence[Row]) -> list[str]:
             "what they say"
         )
     return found
+
+
+def moved(meta: Mapping[str, Any]) -> list[str]:
+    """The ceilings that moved too far during the run, in words."""
+    return [
+        f"{_unit(name)} {percent(abs(after / before - 1))}"
+        for name, before, after in ceilings(meta)
+        if before and after and abs(after / before - 1) > MOVED
+    ]
 
 
 def ceilings(meta: Mapping[str, Any]) -> list[tuple[str, float | None, float | None]]:
@@ -149,8 +153,11 @@ def _pair(name: str) -> Cell:
 def _fraction(part: str = "") -> Cell:
     def cell(row: Row) -> str:
         share = row.get("ceiling_fraction")
-        found = median(share.get(part) if part and isinstance(share, Mapping) else share)
-        return "-" if found is None else percent(found)
+        share = share.get(part) if part and isinstance(share, Mapping) else share
+        if median(share) is None:
+            return "-"
+        wide = f"{sum(spread(share)) * 50:.1f}"
+        return percent(median(share) or 0.0) + (f" ±{wide}" if float(wide) else "")
 
     return cell
 
@@ -333,11 +340,15 @@ time it took."""
 
 
 def markdown(
-    meta: Mapping[str, Any], rows: Sequence[Row], figures: Sequence[PurePath | str] = ()
+    meta: Mapping[str, Any],
+    rows: Sequence[Row],
+    figures: Sequence[PurePath | str] = (),
+    more: Sequence[Table] = (),
 ) -> str:
     """The run as a page: facts, ceilings, tables, pictures, remarks, terms.
 
-    figures: pictures as paths relative to the page; other files are left out.
+    figures: pictures as paths relative to the page; other files are left out. more: tables behind
+    the rows, such as of bars.
     """
     shown = list(dict.fromkeys(str(row["axes"].get("model", "?")) for row in rows))
     parts = [f"# Benchmark of {_escaped(', '.join(shown) or 'nothing')}\n", _facts(meta, rows)]
@@ -350,7 +361,7 @@ def markdown(
         ]  # fmt: skip
         heads = ("measured on this machine", "before", "after", "moved")
         parts += ["## Ceilings\n", _marked(heads, lines, "")]
-    parts += ["## Results\n", *(_marked(*one) for one in tables(rows))]
+    parts += ["## Results\n", *(_marked(*one) for one in (*tables(rows), *more))]
     remarks = notes(meta, rows)
     if remarks:
         parts.append("## Remarks\n")

@@ -29,7 +29,10 @@ from deepinfer.report.tables import Table
 __all__ = ["compare", "interval", "regressions", "table"]
 
 # Measures compared, and whether more is better.
-MEASURES = {"output_tok_s": True, "ttft_ms": False, "tpot_ms": False, "time_us": False}
+MEASURES = {
+    "output_tok_s": True, "decode_tok_s": True, "ttft_ms": False, "tpot_ms": False,
+    "time_us": False,
+}  # fmt: skip
 DRAWS = 2000
 CHANCE = 0.95
 
@@ -68,25 +71,39 @@ def compare(a: Path, b: Path) -> dict[str, Any]:
     }
 
 
-def regressions(rows: Sequence[Row], baseline: Sequence[Row], limit: float) -> dict[str, Any]:
+def regressions(
+    meta: Mapping[str, Any], rows: Sequence[Row], baseline: Saved, limit: float
+) -> dict[str, Any]:
     """Which measures lost more than `limit` (0.1: a tenth of their speed) against the baseline.
 
-    `{limit, judged, unmatched, regressions}`: rows judged, labels of rows the baseline lacks, and
-    `{row, measure, ratio, low, high, a, b}` of each loss. A loss counts only if the whole interval
-    lies below 1 too, so that noise is not taken for one; a row that failed and did not before is
-    one with `measure` "status". Raises UsageError `bench-unlike` where no row is in both.
+    `{limit, judged, unmatched, remarks, regressions}`: rows judged, labels of rows the baseline
+    lacks, what else makes the two unlike (machine, versions, settings, rows that were not steady),
+    and `{row, measure, ratio, low, high, a, b}` of each loss. A loss counts only if the whole
+    interval lies below 1 too, so that noise is not taken for one. A row that was measured and now
+    failed or is missing is one, with `measure` "status"; so are other prompts ("prompt_digest"), as
+    nothing can be said of such a row. Raises UsageError `bench-unlike` where no row is in both.
     """
-    before = {key(row): row for row in baseline}
-    names = varying(rows)
-    both = [(before[key(row)], row) for row in rows if key(row) in before]
+    before, now = ({key(row): row for row in side} for side in (baseline.rows, rows))
+    names = varying([*rows, *baseline.rows])
+    both = [(before[at], row) for at, row in now.items() if at in before]
     if not both:
-        raise _unlike(list(baseline), list(rows), "the baseline and this run")
+        raise _unlike(list(baseline.rows), list(rows), "the baseline and this run")
     judged = [(old, new) for old, new in both if good(old)]
+    gone = [
+        {"row": label(row, names), "measure": "status", "a": row["status"], "b": "missing"}
+        for at, row in before.items() if good(row) and at not in now
+    ]  # fmt: skip
+    shaky = [
+        f"{label(new, names)}: not steady {'then' if old.get('steady') is False else 'now'}, its "
+        "ratios say little"
+        for old, new in judged if old.get("steady") is False or new.get("steady") is False
+    ]  # fmt: skip
     return {
         "limit": limit,
         "judged": len(judged),
-        "unmatched": [label(row, names) for row in rows if key(row) not in before],
-        "regressions": [
+        "unmatched": [label(row, names) for at, row in now.items() if at not in before],
+        "remarks": [f"differs: {line}" for line in _differs(baseline.meta, meta)] + shaky,
+        "regressions": gone + [
             {"row": label(new, names), **loss}
             for old, new in judged for loss in _losses(old, new, limit)
         ],
@@ -96,6 +113,9 @@ def regressions(rows: Sequence[Row], baseline: Sequence[Row], limit: float) -> d
 def _losses(old: Row, new: Row, limit: float) -> list[dict[str, Any]]:
     if not good(new):
         return [{"measure": "status", "a": old["status"], "b": new.get("status")}]
+    asked = [row.get("prompt_digest") for row in (old, new)]
+    if all(asked) and asked[0] != asked[1]:
+        return [{"measure": "prompt_digest", "a": asked[0], "b": asked[1]}]
     found = ((name, _ratio(old, new, name)) for name in MEASURES if _both(old, new, name))
     return [
         {"measure": name, **ratio}
@@ -133,8 +153,8 @@ def table(document: Mapping[str, Any]) -> Table:
 
 
 _WORDS = {
-    "output_tok_s": "output tok/s", "ttft_ms": "TTFT speed", "tpot_ms": "TPOT speed",
-    "time_us": "time",
+    "output_tok_s": "output tok/s", "decode_tok_s": "decode tok/s", "ttft_ms": "TTFT speed",
+    "tpot_ms": "TPOT speed", "time_us": "time",
 }  # fmt: skip
 
 

@@ -30,7 +30,7 @@ def test_a_table_and_what_differs(two, capsys):
     out, err = capsys.readouterr()
     lines = out.splitlines()
     assert len(lines) == 25 and lines[0].startswith("row\toutput tok/s B/A")
-    assert all(line.count("\t") == 4 for line in lines) and "[1." in lines[1]
+    assert all(line.count("\t") == 5 for line in lines) and "[1." in lines[1]
     assert "rows.jsonl: 1 damaged lines" in err
 
 

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from deepinfer.errors import UsageError
-from deepinfer.report import bench, bench_compare, bench_plots, bench_rows
+from deepinfer.report import bench, bench_bars, bench_compare, bench_plots, bench_rows
 from tests import benched
 
 
@@ -138,6 +138,17 @@ def test_no_number_that_is_none_is_written():
 # remarks
 
 
+def test_prefill_in_tpot_and_a_missing_window_are_told():
+    rows = benched.sweep()
+    rows[0] |= {"prefill_in_tpot": True}
+    rows[1] |= {"decode_tok_s": None, "why": {"decode_tok_s": "no decode window: fewer than 4"}}
+    found = bench.notes(benched.meta(), rows)
+    assert "TPOT has prompts of others in it" in found[0]
+    assert "no decode window: fewer than 4; longer answers" in found[1] and len(found) == 2
+    told = [line[-1] for line in bench.tables(rows)[0][1]]
+    assert told[:3] == ["prefill in TPOT", "no decode window", "ok"]
+
+
 def test_remarks_name_what_spoils_a_row():
     rows = benched.sweep()
     assert bench.notes(benched.meta(), rows) == []
@@ -259,6 +270,11 @@ def test_pictures_take_odd_names_and_a_single_sample(tmp_path):
 # two runs
 
 
+def lost(rows, before, limit, meta=None):
+    baseline = bench_rows.Saved("old", benched.meta(), tuple(before))
+    return bench_compare.regressions(meta or benched.meta(), rows, baseline, limit)
+
+
 def test_ratios_are_above_one_where_the_second_is_faster(tmp_path):
     a = benched.save(tmp_path / "a", benched.sweep())
     b = benched.save(tmp_path / "b", benched.sweep(seed=1, speed=1.2), deepinfer_version="0.2.0")
@@ -266,17 +282,17 @@ def test_ratios_are_above_one_where_the_second_is_faster(tmp_path):
     assert (found["a"], found["b"], found["failed"]) == ("a", "b", 0)
     assert found["differs"] == ["version: 0.1.0 and 0.2.0"]
     ratios = [ratio for row in found["rows"] for ratio in row["ratios"].values()]
-    assert len(ratios) == 72
+    assert len(ratios) == 96
     for ratio in ratios:
         assert ratio["low"] <= ratio["ratio"] <= ratio["high"]
         assert 1.05 < ratio["ratio"] < 1.4 and ratio["verdict"] in ("better", "same")
     inside = sum(ratio["low"] <= 1.2 <= ratio["high"] for ratio in ratios)
-    assert inside >= 60
+    assert inside >= 80
     back = bench_compare.compare(b, a)["rows"][0]["ratios"]["ttft_ms"]
     assert back["ratio"] == pytest.approx(1 / found["rows"][0]["ratios"]["ttft_ms"]["ratio"])
     assert back["verdict"] == "worse"
     heads, lines, title = bench_compare.table(found)
-    assert len(lines) == 24 and "A a, B b" in title and len(heads) == len(lines[0]) == 5
+    assert len(lines) == 24 and "A a, B b" in title and len(heads) == len(lines[0]) == 6
     same = bench_compare.compare(a, a)["rows"][0]["ratios"]["output_tok_s"]
     assert same["ratio"] == 1.0 and same["verdict"] == "same"
 
@@ -330,27 +346,27 @@ def test_rows_that_failed_are_counted_and_not_compared(tmp_path):
 
 def test_regressions_are_losses_beyond_the_limit():
     before, same = benched.sweep(), benched.sweep(seed=2)
-    assert bench_compare.regressions(same, before, 0.10)["regressions"] == []
+    assert lost(same, before, 0.10)["regressions"] == []
     slow = benched.sweep(seed=2, speed=0.7)
-    found = bench_compare.regressions(slow, before, 0.10)
-    assert found["judged"] == 24 and len(found["regressions"]) == 72 and not found["unmatched"]
+    found = lost(slow, before, 0.10)
+    assert found["judged"] == 24 and len(found["regressions"]) == 96 and not found["unmatched"]
     assert {loss["measure"] for loss in found["regressions"]} == {
-        "ttft_ms", "tpot_ms", "output_tok_s",
+        "ttft_ms", "tpot_ms", "output_tok_s", "decode_tok_s",
     }  # fmt: skip
-    assert bench_compare.regressions(slow, before, 0.5)["regressions"] == []
-    assert bench_compare.regressions(benched.sweep(speed=2), before, 0.0)["regressions"] == []
+    assert lost(slow, before, 0.5)["regressions"] == []
+    assert lost(benched.sweep(speed=2), before, 0.0)["regressions"] == []
 
 
 def test_a_row_that_broke_is_a_regression_and_new_rows_are_named():
     before = [benched.row(mtp=0), benched.row(mtp=5)]
     after = [before[0] | {"status": "failed"}, before[1], benched.row(mtp=3)]
-    found = bench_compare.regressions(after, before, 0.1)
+    found = lost(after, before, 0.1)
     assert [(loss["row"], loss["measure"]) for loss in found["regressions"]] == [
         ("mtp 0", "status")
     ]
     assert found["unmatched"] == ["mtp 3"] and found["judged"] == 2
     with pytest.raises(UsageError) as caught:
-        bench_compare.regressions([benched.row(mtp=1)], before, 0.1)
+        lost([benched.row(mtp=1)], before, 0.1)
     assert caught.value.code == "bench-unlike" and "mtp: 0 and 1" in caught.value.facts
 
 
@@ -360,4 +376,94 @@ def test_noise_is_not_taken_for_a_loss():
     for row, values in ((before, [80, 90, 100, 110, 120]), (after, [70, 80, 88, 101, 115])):
         row["samples"]["output_tok_s"] = values
         row["output_tok_s"] = benched.stats(values)
-    assert bench_compare.regressions([after], [before], 0.1)["regressions"] == []
+    assert lost([after], [before], 0.1)["regressions"] == []
+
+
+def test_a_row_that_vanished_or_was_asked_something_else_is_a_regression():
+    before = [benched.row(mtp=n) | {"prompt_digest": "aa"} for n in (0, 3, 5)]
+    before.append(benched.row(mtp=1) | {"status": "failed"})
+    found = lost([before[0], before[1] | {"prompt_digest": "bb"}], before, 0.1)
+    assert [(loss["row"], loss["measure"], loss["b"]) for loss in found["regressions"]] == [
+        ("mtp 5", "status", "missing"), ("mtp 3", "prompt_digest", "bb"),
+    ]  # fmt: skip
+
+
+def test_what_spoils_a_baseline_is_named():
+    before = [benched.row(mtp=0), benched.row(mtp=5) | {"steady": False}]
+    after = [before[0] | {"steady": False}, before[1] | {"steady": True}]
+    now = benched.meta()
+    now["environment"] = {**now["environment"], "cpu": {"name": "Another"}}
+    found = lost(after, before, 0.1, now)["remarks"]
+    assert found[0] == "differs: cpu: A processor and Another"
+    assert [line.split(",")[0] for line in found[1:]] == [
+        "mtp 0: not steady now", "mtp 5: not steady then",
+    ]  # fmt: skip
+
+
+# bars
+
+
+def judged(rows, meta=None, /, **bar):
+    one = {"name": "B1", "figure": "decode_tok_s", "rows": {}, **bar}
+    [record] = bench_bars.judge([one], meta or benched.meta(), rows)
+    return record
+
+
+def test_a_bar_is_about_the_worst_of_its_rows():
+    rows = benched.sweep()
+    speeds = [row["decode_tok_s"]["median"] for row in rows if row["axes"]["mtp"] == 0]
+    found = judged(rows, rows={"mtp": (0,)}, at_least=1.0)
+    assert found["value"] == min(speeds) and found["verdict"] == "met" and found["unit"]
+    assert found["p5"] < found["value"] < found["p95"] and "mtp 0" in found["row"]
+    assert found["git"] == "0123456789ab" and found["ceilings"]["after"]
+    slowest = judged(rows, rows={"mtp": (0,)}, figure="decode_step_ms", at_most=1.0)
+    assert slowest["verdict"] == "missed" and slowest["value"] > 20
+    share = judged(rows, figure="ceiling_fraction.decode", at_least=0.25)
+    assert share["value"] == pytest.approx(0.2125) and share["verdict"] == "missed"
+
+
+def test_a_bar_may_be_a_ratio_to_the_best_of_other_rows():
+    rows = benched.sweep()
+    found = judged(
+        rows, rows={"mtp": (5,)}, over={"mtp": (0, 1, 3)}, each="batch_size", at_least=1.0
+    )
+
+    def speed(batch, mtps):
+        return [row["decode_tok_s"]["median"] for row in rows
+                if row["axes"]["batch_size"] == batch and row["axes"]["mtp"] in mtps]  # fmt: skip
+
+    worst = min(min(speed(batch, (5,))) / max(speed(batch, (0, 1, 3))) for batch in (1, 8))
+    assert found["ratio"] == pytest.approx(worst)
+    assert found["peer_value"] and "mtp 3" in found["peer"] and found["verdict"] == "met"
+    [line] = bench_bars.table([found])[1]
+    assert line[1].endswith(" times") and "beside" in line[4] and line[-1] == "met"
+
+
+def test_a_bar_is_void_on_a_machine_that_was_not_still():
+    rows = benched.sweep()
+    assert judged(rows, benched.meta(0.05), at_least=1.0)["verdict"] == "void"
+    rows[0] |= {"steady": False}
+    found = judged(rows[:1], at_least=1.0)
+    assert found["verdict"] == "void" and "not steady" in found["why"]
+
+
+def test_a_bar_fails_where_its_rows_are_not_right():
+    rows = [benched.row() | {"same_answers": False}]
+    assert judged(rows, at_least=1.0)["verdict"] == "missed"
+    rows = [benched.row() | {"prefill_saved_rows": {"planned": 0.43, "measured": 0.4}}]
+    found = judged(rows, at_least=1.0)
+    assert (found["verdict"], found["correct"]) == ("missed", False)
+
+
+def test_a_bar_without_its_rows_is_not_judged():
+    rows = [benched.row(mtp=0), benched.row(mtp=5) | {"status": "failed"}]
+    for bar in (
+        {"rows": {"mtp": (3,)}}, {"rows": {"mtp": (5,)}},
+        {"rows": {"mtp": (0,)}, "over": {"mtp": (3,)}},
+    ):  # fmt: skip
+        found = judged(rows, at_least=1.0, **bar)
+        assert found["verdict"] == "not judged" and found["why"]
+    none = benched.row() | {"decode_tok_s": None, "why": {"decode_tok_s": "no decode window"}}
+    assert judged([none], at_least=1.0)["why"] == "all rows: no decode window"
+    text = bench.markdown(benched.meta(), rows, (), [bench_bars.table([found])])
+    assert "**Bars**" in text and "not judged" in text
