@@ -70,8 +70,8 @@ def _prefill(rows: Sequence[Row], base: Path) -> list[Path]:
 def _decode(rows: Sequence[Row], base: Path) -> list[Path]:
     """Tokens a second of the machine against those of one request, while all decode."""
     shown = [row for row in rows if median(row.get("decode_tok_s"))]
-    if not shown:
-        return []
+    if len({row["axes"]["batch_size"] for row in shown}) < 2:
+        return []  # both axes would show the same number
     return _pareto(
         shown, base, "Decode: output of a card against speed of a user, while all decode",
         ("tokens/s of one user", "user_tok_s"),
@@ -100,7 +100,9 @@ def _pareto(
     places: list[tuple[float, float, str]] = []
     for curve in curves:
         x, y = [x_of(row) for row in curve.rows], [y_of(row) for row in curve.rows]
-        _line(axes, x, y, curve)
+        # Decoding, both have one spread: that of the card's tokens.
+        own = x if part == "prefill" else [{"median": one["median"]} for one in x]
+        _line(axes, own, y, curve)
         for row, here, there in zip(curve.rows, x, y, strict=True):
             share = _share(row, part)
             found = best(row, share) if share else None
@@ -109,7 +111,8 @@ def _pareto(
             table.append([curve.name, row["axes"].get(load), *_three(here), *_three(there),
                           *(found or (None, None))])  # fmt: skip
     if ceiling:
-        axes.plot(*zip(*ceiling, strict=True), ".", color=GREY, markersize=3)
+        axes.plot(*zip(*ceiling, strict=True), ".", color=GREY, markersize=3,
+                  label="ceiling of each point")  # fmt: skip
     _logarithmic(axes)
     if ceiling:
         _frontier(axes, ceiling, part == "prefill")
@@ -117,7 +120,6 @@ def _pareto(
     axes.set_xlabel(across[0])
     axes.set_ylabel(upward[0])
     how = f"points: {_spelled(load)}; bars: 5th to 95th percentile"
-    how += "; dashed: the best ceiling of these points" * bool(ceiling)
     _finish(figure, axes, rows, f"{title}\n{how}", hidden)
     head = ("curve", load, *_heads(across[1]), *_heads(upward[1]), "ceiling_x", "ceiling_y")
     return save_figure(figure, base, head, table)
@@ -133,7 +135,7 @@ def _frontier(axes: Any, points: Sequence[tuple[float, float]], early: bool) -> 
     (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
     whole = [(kept[0][0], bottom), *kept, (right if early else left, kept[-1][1])]
     axes.plot(*zip(*whole, strict=True), color=GREY, linestyle="--", linewidth=1.2,
-              label="measured ceiling")  # fmt: skip
+              label="best of these ceilings")  # fmt: skip
     axes.set(xlim=(left, right), ylim=(bottom, top))
 
 
@@ -222,7 +224,7 @@ def _speedups(rows: Sequence[Row], folder: Path) -> list[Path]:
         axes.set_title(name if others else "", fontsize=9)
     for axes in grid[:, 0]:
         axes.set_ylabel("keep")
-    for axes in grid[-1]:
+    for axes in grid.flat[max(len(drawn) - columns, 0) : len(drawn)]:
         axes.set_xlabel("draft length (mtp)")
     which = "" if len(drawn) == len(matrices) else f", the first {len(drawn)} of {len(matrices)}"
     base = folder / "speedup-keep-mtp"
@@ -358,13 +360,14 @@ def _line(
     """Points with the spread of both measures, joined in the order given."""
     if not x:
         return
-    axes.errorbar(
+    for bars in axes.errorbar(
         [value["median"] for value in x], [value["median"] for value in y],
         xerr=list(zip(*map(spread, x), strict=True)), yerr=list(zip(*map(spread, y), strict=True)),
         color=COLOURS[curve.colour % len(COLOURS)], marker=MARKERS[curve.mark % len(MARKERS)],
         linestyle=STROKES[curve.mark % len(STROKES)], markersize=5, linewidth=1.3,
         elinewidth=0.8, capsize=2, label=_plain(curve.name),
-    )  # fmt: skip
+    )[2]:  # fmt: skip
+        bars.set_alpha(0.5)
 
 
 def _finish(figure: Any, axes: Any, rows: Sequence[Row], title: str, hidden: int) -> None:
@@ -387,6 +390,9 @@ def _title(figure: Any, rows: Sequence[Row], first: str, last: str = "") -> None
         name for name in ("model", "synthetic", "accelerator", "backend", "workload", "cached")
         if name not in names and rows[0]["axes"].get(name)
     ]  # fmt: skip
+    shaky = sum(row.get("steady") is False for row in rows)
+    if shaky:
+        last += ("; " if last else "") + f"{shaky} of {len(rows)} rows not steady"
     lines = [first, _plain(label(rows[0], fixed)) if fixed else "", last]
     figure.suptitle("\n".join(line for line in lines if line), fontsize=10)
     _watermark(figure, rows)
@@ -408,8 +414,9 @@ def _logarithmic(axes: Any) -> None:
     axes.margins(0.12)
     axes.autoscale_view()
     for one, (low, high) in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
-        few = high < 10 * low
-        one.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 6, 8) if few else (1, 2, 5)))
+        wide = high / low
+        subs = (1, 1.5, 2, 3, 4, 6, 8) if wide < 10 else (1, 2, 5) if wide < 3e3 else (1,)
+        one.set_major_locator(LogLocator(subs=subs))
         one.set_major_formatter(
             FuncFormatter(lambda at, _: f"{at:,.4g}" if at < 1e4 else f"{at:,.0f}")
         )

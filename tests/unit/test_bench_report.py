@@ -229,6 +229,7 @@ def test_depth_is_drawn_where_lengths_differ(tmp_path):
     bench_plots.write({}, [*rows, benched.row() | own_texts()], tmp_path)
     found = read_csv(tmp_path / "context-depth.csv")
     assert len(found) == 11 and {line["part"] for line in found} == {"prefill", "decode"}
+    assert not (tmp_path / "decode-pareto.png").exists(), "one batch size makes a line, no picture"
     assert not (tmp_path / "speedup-keep-mtp.png").exists()
 
 
