@@ -31,7 +31,7 @@ TORCH_FREE = (
     "deepinfer.speculative.reschedule", "deepinfer.speculative.acceptance",
     "deepinfer.speculative.temperatures", "deepinfer.report.trace_views",
     "deepinfer.report.figures", "deepinfer.report.bench", "deepinfer.report.bench_plots",
-    "deepinfer.report.bench_compare",
+    "deepinfer.report.bench_compare", "deepinfer.report.bench_bars",
     "deepinfer.tokenizer.tokenizer", "deepinfer.cli.main", "deepinfer.cli.checks",
     "deepinfer.bench.axes", "deepinfer.bench.metrics", "deepinfer.bench.files",
     "deepinfer.bench.savings", "deepinfer.bench.synthetic",
