@@ -351,3 +351,4 @@ DI_OP(choose)
   if (type == kBf16) return choose(c, (const bf16*)q, (const bf16*)weights);
   return choose(c, (const float*)q, (const float*)weights);
 }
+DI_CAPTURED(choose)

@@ -93,3 +93,4 @@ DI_OP(draw)
   }
   return kOk;
 }
+DI_CAPTURED(draw)

@@ -90,6 +90,7 @@ DI_OP(engram_rows)
   }
   return kOk;
 }
+DI_CAPTURED(engram_rows)
 
 // codes E4M3 [any, width], scales E8M0 [any, width / group]; rows int64 [count]; out [count, width].
 DI_OP(engram_lookup)
@@ -101,6 +102,7 @@ DI_OP(engram_lookup)
     lookup(codes, scales, rows, count, width, group, (float*)out);
   return kOk;
 }
+DI_CAPTURED(engram_lookup)
 
 // streams, out [rows, copies, n]; kv [rows, (copies + 1) n]: keys, then the value; q, k [copies, n];
 // image [rows] or null; gates float [rows, copies].
@@ -122,3 +124,4 @@ DI_OP(engram_gate)
          copies, n, eps, (float*)out, gates);
   return kOk;
 }
+DI_CAPTURED(engram_gate)

@@ -49,6 +49,7 @@ DI_OP(hc_enter)
   return DI_CALL(hc_mix, streams, type, fn, scale, base, rows, copies, copies * hidden, iterations,
                  hc_eps, norm_eps, next, post, comb);
 }
+DI_CAPTURED(hc_enter)
 
 // x bf16 [rows, k of wq_a]; cos, sin float [rows, pairs]. latent bf16 [rows, n of wq_a], q bf16
 // [rows, heads, n of wkv], kv bf16 [rows, n of wkv].
@@ -65,6 +66,7 @@ DI_OP(qkv)
   DI_TRY(rmsnorm, kv, kBf16, kv_norm, kv_type, rows, wkv->n, eps, kv);
   return DI_CALL(rope, kv, kBf16, cos, sin, rows, 1, wkv->n, pairs, 1, kv);
 }
+DI_CAPTURED(qkv)
 
 // o bf16 [rows, heads, dim] = [rows, groups, k of wo_a]; out bf16 [rows, n of wo_b].
 DI_OP(attention_output)
@@ -78,6 +80,7 @@ DI_OP(attention_output)
   DI_TRY(grouped_linear, turned, rows, groups, wo_a, joined);
   return DI_CALL(linear, joined, rows, wo_b, out);
 }
+DI_CAPTURED(attention_output)
 
 // x, out bf16 [rows, k of gate]; bias float [n of gate].
 DI_OP(ffn)
@@ -93,3 +96,4 @@ DI_OP(ffn)
   DI_TRY(router, logits, bias, rows, experts, k, scale, 1, ids, weights);
   return DI_CALL(moe, x, rows, ids, weights, k, w1, w3, w2, s1, s3, s2, limit, out);
 }
+DI_CAPTURED(ffn)

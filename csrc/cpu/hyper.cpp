@@ -188,6 +188,7 @@ DI_OP(hc_collapse)
     collapse((const float*)streams, pre, rows, copies, n, (float*)out);
   return kOk;
 }
+DI_CAPTURED(hc_collapse)
 
 // The same with weight [n] of type `weight_type`.
 DI_OP(hc_norm)
@@ -206,6 +207,7 @@ DI_OP(hc_norm)
                   (float*)out);
   return kOk;
 }
+DI_CAPTURED(hc_norm)
 
 // x [rows, n], streams and out [rows, copies, n]; post float [rows, copies], comb [rows, copies,
 // copies], whose first index is summed.
@@ -219,6 +221,7 @@ DI_OP(hc_expand)
     expand((const float*)x, (const float*)streams, post, comb, rows, copies, n, (float*)out);
   return kOk;
 }
+DI_CAPTURED(hc_expand)
 
 // streams [rows, n], n = copies * hidden; fn float [copies (2 + copies), n]; scale [3]; base
 // [copies (2 + copies)]; out pre, post [rows, copies], comb [rows, copies, copies].
@@ -233,3 +236,4 @@ DI_OP(hc_mix)
                                     iterations, hc_eps, norm_eps, pre, post, comb);
   return enough ? kOk : kNoMemory;
 }
+DI_CAPTURED(hc_mix)

@@ -63,3 +63,4 @@ DI_OP(index_scores)
                  width, n, (float*)out);
   return kOk;
 }
+DI_CAPTURED(index_scores)

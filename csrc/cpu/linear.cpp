@@ -223,6 +223,7 @@ DI_OP(linear)(const bf16* x, int64_t rows, const Matrix* w, bf16* out) {
   if (!left.values) return kNoMemory;
   return product(left, rows, *w, 0, w->n, out, w->n);
 }
+DI_CAPTURED(linear)
 
 // x bf16 [rows, groups, k]; out bf16 [rows, n]: group g times rows [g n / groups, ...) of the matrix.
 DI_OP(grouped_linear)
@@ -237,9 +238,11 @@ DI_OP(grouped_linear)
   }
   return kOk;
 }
+DI_CAPTURED(grouped_linear)
 
 // x [rows, k] of type `type`; out float [rows, n]; weights bf16 or float.
 DI_OP(linear_f32)(const void* x, int type, int64_t rows, const Matrix* w, float* out) {
   if (type == kBf16) return linear_f32((const bf16*)x, rows, *w, out);
   return linear_f32((const float*)x, rows, *w, out);
 }
+DI_CAPTURED(linear_f32)

@@ -40,6 +40,7 @@ DI_OP(live_rows)
   }
   return row == total ? kOk : kUnsupported;
 }
+DI_CAPTURED(live_rows)
 // out bool [requests, n]; stops int64 [slots, stops_count].
 DI_OP(ends)
 (const int64_t* tokens, int64_t requests, int64_t n, const int64_t* slots, const int64_t* stops,
@@ -49,6 +50,7 @@ DI_OP(ends)
       out[r * n + i] = ends_request(tokens[r * n + i], stops + slots[r] * stops_count, stops_count);
   return kOk;
 }
+DI_CAPTURED(ends)
 // counts int64, look bool [requests]; length and last are written.
 DI_OP(append)
 (const int64_t* tokens, const int64_t* accepted, const uint8_t* broken, int64_t requests, int64_t n,
@@ -65,3 +67,4 @@ DI_OP(append)
   }
   return kOk;
 }
+DI_CAPTURED(append)

@@ -223,3 +223,4 @@ DI_OP(moe)
   all.lay_out(real);
   return all.run_all(ids, weights, out);
 }
+DI_CAPTURED(moe)

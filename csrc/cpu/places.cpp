@@ -64,6 +64,7 @@ DI_OP(window_places)
   stay(rows, kept_of, kept_positions, kept, slots, ring, numbers, places);
   return kOk;
 }
+DI_CAPTURED(window_places)
 // out [count]: of rows in pages [sequences, columns] of `size` positions each.
 DI_OP(page_places)
 (const int64_t* of, const int64_t* positions, int64_t count, const int64_t* pages, int64_t columns,
@@ -74,6 +75,7 @@ DI_OP(page_places)
   }
   return kOk;
 }
+DI_CAPTURED(page_places)
 // closed [groups, ratio], first and entry [groups], numbers and places [kept].
 DI_OP(group_places)
 (const int64_t* starts, const int64_t* offsets, const int64_t* of, const int64_t* positions,
@@ -99,6 +101,7 @@ DI_OP(group_places)
   stay(rows, kept_of, kept_positions, kept, slots, turn, numbers, places);
   return kOk;
 }
+DI_CAPTURED(group_places)
 // v, z float [N, width]; state float [2, slots_of_pool, ring, width]; members of each [count,
 // width].
 DI_OP(group_rows)
@@ -121,6 +124,7 @@ DI_OP(group_rows)
   }
   return kOk;
 }
+DI_CAPTURED(group_rows)
 // places, visible [requests, most]; table [requests, entries].
 DI_OP(entry_table)
 (const int64_t* starts, const int64_t* offsets, const int64_t* counts, const int64_t* pages,
@@ -142,6 +146,7 @@ DI_OP(entry_table)
   }
   return kOk;
 }
+DI_CAPTURED(entry_table)
 // out [count, depth + 1]; history [slots_of_pool, ring].
 DI_OP(ngrams)
 (const int64_t* starts, const int64_t* offsets, const int64_t* of, const int64_t* positions,
@@ -163,3 +168,4 @@ DI_OP(ngrams)
         mapped[rows.at(kept_of[i], kept_positions[i])];
   return kOk;
 }
+DI_CAPTURED(ngrams)

@@ -27,3 +27,4 @@ DI_OP(quantise_index)(const void* x, int type, int64_t groups, void* out) {
     quantise((const float*)x, groups, (float*)out);
   return kOk;
 }
+DI_CAPTURED(quantise_index)

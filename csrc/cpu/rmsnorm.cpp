@@ -40,3 +40,4 @@ DI_OP(rmsnorm)
     rmsnorm((const float*)x, (const float*)weight, rows, n, eps, (float*)out);
   return kOk;
 }
+DI_CAPTURED(rmsnorm)

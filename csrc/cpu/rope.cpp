@@ -1,4 +1,4 @@
-// The last channels of each head, turned as adjacent pairs; the others are copied.
+// The last channels of each head, turned as adjacent pairs, the others copied; and the table of it.
 #include "deepinfer/op.h"
 
 namespace deepinfer {
@@ -40,6 +40,19 @@ void rope(const T* x, const float* cos, const float* sin, int64_t rows, int64_t 
   });
 }
 
+// The angle is rounded to float first.
+void table(const int64_t* positions, const float* freqs, int64_t rows, int64_t pairs, float* cos,
+           float* sin) {
+  split(rows, max(1, 2048 / pairs), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; row++)
+      for (int64_t i = 0; i < pairs; i++) {
+        float angle = (float)positions[row] * freqs[i];
+        cos[row * pairs + i] = __builtin_cosf(angle);
+        sin[row * pairs + i] = __builtin_sinf(angle);
+      }
+  });
+}
+
 }  // namespace DI_NAME
 }  // namespace deepinfer
 
@@ -55,3 +68,13 @@ DI_OP(rope)
     rope((const float*)x, cos, sin, rows, heads, dim, pairs, (float)sign, (float*)out);
   return kOk;
 }
+DI_CAPTURED(rope)
+
+// positions [rows], freqs [pairs]; cos, sin [rows, pairs].
+DI_OP(rope_table)
+(const int64_t* positions, const float* freqs, int64_t rows, int64_t pairs, float* cos,
+ float* sin) {
+  table(positions, freqs, rows, pairs, cos, sin);
+  return kOk;
+}
+DI_CAPTURED(rope_table)

@@ -47,3 +47,4 @@ DI_OP(router)
   });
   return enough ? kOk : kNoMemory;
 }
+DI_CAPTURED(router)

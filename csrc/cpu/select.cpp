@@ -65,6 +65,7 @@ DI_OP(select)
   if (type == kBf16) return select((const bf16*)scores, visible, allowed, rows, n, k, out);
   return select((const float*)scores, visible, allowed, rows, n, k, out);
 }
+DI_CAPTURED(select)
 // out bool [rows, ceil(n / size)].
 DI_OP(candidate_blocks)
 (const void* scores, int type, const int64_t* visible, int64_t rows, int64_t n, int64_t count,
@@ -73,3 +74,4 @@ DI_OP(candidate_blocks)
     return candidate_blocks((const bf16*)scores, visible, rows, n, count, size, out);
   return candidate_blocks((const float*)scores, visible, rows, n, count, size, out);
 }
+DI_CAPTURED(candidate_blocks)

@@ -262,3 +262,4 @@ DI_OP(sparse_attention)
   return wide ? sparse_attention<float>(b, rows, sources, records, sink, shape, (float*)out)
               : sparse_attention<bf16>(b, rows, sources, records, sink, shape, (float*)out);
 }
+DI_CAPTURED(sparse_attention)

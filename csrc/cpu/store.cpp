@@ -47,6 +47,7 @@ DI_OP(store)
   copy(records, nullptr, target, places, rows, bytes);
   return kOk;
 }
+DI_CAPTURED(store)
 
 // out uint8 [kept + rows, bytes]: records `past` int64 [kept] of the ring, then those of x. Some of
 // these, by row, go to places of the ring and of a second target (null: none).
@@ -67,3 +68,4 @@ DI_OP(extend)
   if (target) copy(records, target_rows, target, target_places, target_count, bytes);
   return kOk;
 }
+DI_CAPTURED(extend)

@@ -149,6 +149,13 @@ void di_parallel(int64_t tasks, void (*f)(void*, int64_t), void* context) {
   pool->run(tasks, f, context);
 }
 
+__attribute__((visibility("default"))) int di_launch(const CapturedCall* calls, int64_t count,
+                                                   int64_t* done) {
+  for (int64_t i = 0; i < count; i++)
+    if (int status = calls[i].op(calls[i].words)) return *done = i, status;
+  return *done = count, 0;
+}
+
 void* di_scratch(int slot, size_t bytes) {
   if (mine.bytes[slot] < bytes) {
     free(mine.piece[slot]);

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from deepinfer.core.step import StepPlan
 from deepinfer.errors import CapacityError, CheckpointError, UsageError
@@ -41,8 +41,11 @@ def _nothing() -> None: ...
 
 
 class Runs(Protocol):
-    """What the engine needs of a runner: `engine.runner.Runner`, or a scripted one in tests."""
+    """What the engine needs of a runner: `engine.runner.Runner`, or a scripted one in tests.
+    graphs: keeps steps that only compute (`deepinfer.ops.cpu.graphs`), or None."""
 
+    @property
+    def graphs(self) -> Any: ...
     def forward(self, plan: StepPlan) -> torch.Tensor: ...
     def draft_block(
         self, slots: torch.Tensor, anchors: torch.Tensor, last: torch.Tensor, first: torch.Tensor

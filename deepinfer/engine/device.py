@@ -18,7 +18,7 @@ import torch
 from torch.nn.functional import pad
 
 from deepinfer.core.sequence import Sequence as Generation
-from deepinfer.core.step import Decoding, DraftRecord, Likelihoods, Outcome
+from deepinfer.core.step import Decoding, DraftRecord, Likelihoods, Outcome, StepPlan
 from deepinfer.device.transfer import receive, send
 from deepinfer.engine.assembly import Parts
 from deepinfer.engine.live import Drawing, Live
@@ -130,10 +130,31 @@ class Device:
         told: requests whose rows depend on more than the device knows; with any of them the host
         waits here.
         """
-        live, plan, decoding = self.live, step.plan, step.plan.decoding
+        live, plan = self.live, step.plan
         marks = [self.clock.mark()]
         live.grow(plan.grown)
         live.begin([self._begin(step.chunks[at][0]) for at in step.finishing])
+        if plan.chunks or plan.loads or told or drawing.scored:
+            flight, found = self._mixed(step, drawing, told, marks)
+        else:
+            found = self._decoding(plan, drawing)
+            logits, first = found.pop("logits"), found.pop("first")
+            slots = live.slots(plan.decoding.slots)
+            flight = Flight(step, slots, logits, logits, first, marks)
+        marks.append(self.clock.mark())
+        self._copy(flight, found)
+        self._held = None
+        return flight
+
+    def _mixed(
+        self,
+        step: Step,
+        drawing: Drawing,
+        told: Mapping[Generation, Told],
+        marks: list[object],
+    ) -> tuple[Flight, dict[str, torch.Tensor]]:
+        """Any step."""
+        live, plan, decoding = self.live, step.plan, step.plan.decoding
         rows, shares = self._rows(decoding)
         logits = self._parts.runner.forward(plan, rows)
         slots = live.slots(tuple([sequence.slot for sequence in step.choosing])
@@ -144,28 +165,60 @@ class Device:
         columns = self._changed(columns, step, told, first)
         if step.finishing:
             shares = torch.cat((shares, shares.new_zeros(len(step.finishing))))
-        made = self._held.ids.shape[1] if self._held else 0
-        most = min(decoding.drafts, made) if decoding else 0
-        found = self._verify(flight, columns, shares, most) if step.choosing else _NOBODY
+        found = _NOBODY
+        if step.choosing:
+            most = self._most(decoding)
+            scores = self._scores(slots, most)
+            found = self._verify(slots, chosen, first, columns, shares, scores, most)
         if drawing.scored:
             found |= self._score(flight, found["tokens"])
-        marks.append(self.clock.mark())
-        self._copy(flight, found)
-        self._held = None
-        return flight
+        return flight, found
+
+    def _decoding(self, plan: StepPlan, drawing: Drawing) -> dict[str, torch.Tensor]:
+        """The step of decoding requests alone that need nothing of the host, their logits and first
+        rows too: as a graph, where the back end keeps such."""
+        live, runner, decoding = self.live, self._parts.runner, plan.decoding
+        most = self._most(decoding)
+        scores = self._scores(live.slots(decoding.slots), most)
+
+        def decode(slots: torch.Tensor) -> dict[str, torch.Tensor]:
+            rows, shares = self._rows(decoding, slots)
+            logits = runner.forward(plan, rows)
+            columns = live.columns(slots, rows.behind, drawing, rows.of)
+            found = self._verify(slots, logits, rows.offsets, columns, shares, scores, most)
+            return {"logits": logits, "first": rows.offsets, **found}
+
+        slots, graphs = live.slots(decoding.slots), runner.graphs
+        if graphs is None or scores is not None or decoding.whole:
+            return decode(slots)
+        key = ("step", live.columns_of(decoding.pages), decoding.drafts, decoding.extra, drawing,
+               self._held is None, most, live.stops, self.watch)  # fmt: skip
+        return graphs.run(key, decode, slots)
+
+    def _most(self, decoding: Decoding | None) -> int:
+        """Drafts that one request may verify."""
+        made = self._held.ids.shape[1] if self._held else 0
+        return min(decoding.drafts, made) if decoding else 0
 
     def _verify(
-        self, flight: Flight, columns: Rows, shares: torch.Tensor, most: int
+        self,
+        slots: torch.Tensor,
+        logits: torch.Tensor,
+        first: torch.Tensor,
+        columns: Rows,
+        shares: torch.Tensor,
+        scores: torch.Tensor | None,
+        most: int,
     ) -> dict[str, torch.Tensor]:
         """Choose tokens and append them. What of it the host wants to know."""
-        live, slots = self.live, flight.slots
+        live = self.live
         judged = verify(
-            flight.chosen,
+            logits,
             columns,
-            flight.first,
+            first,
             live.drafts[slots, :most] if most else live.drafts[: len(slots), :0],
             shares,
-            self._scores(slots, most),
+            scores,
             self._rules.verify if self._rules else "coupled",  # without drafts all rules agree
             most + 1,
             self._rules.chance if self._rules else None,
@@ -222,10 +275,38 @@ class Device:
     @torch.inference_mode()
     def draft(self, flight: Flight, drawing: Drawing, told: Mapping[Generation, Told]) -> None:
         """Draft for the requests that chose, for the step behind this one."""
-        live, slots, rules = self.live, flight.slots, self._rules
-        count = flight.step.plan.draft
+        live, slots, count = self.live, flight.slots, flight.step.plan.draft
+
+        def drafted(slots: torch.Tensor) -> dict[str, torch.Tensor]:
+            found = self._draft(slots, count, drawing, flight.step, told)
+            return {name: x for name, x in vars(found).items() if x is not None}
+
+        graphs = self._parts.runner.graphs
+        if graphs is None or told:
+            found = drafted(slots)
+        else:
+            found = graphs.run(("draft", count, drawing, live.stops), drafted, slots)
+        self._held = held = Drafted(**{"scores": None, **found})
+        live.drafts[slots, :count] = held.ids
+        live.raw[slots, :count] = held.raw
+        live.survivals[slots] = pad(held.survivals, (0, live.width - count))
+        live.useful[slots] = held.useful
+        self._order[slots] = torch.arange(len(slots), device=live.device)
+        flight.marks.append(self.clock.mark())
+        self._copy(flight, {"survivals": live.survivals[slots]} if self._rules.varlen else {})
+
+    def _draft(
+        self,
+        slots: torch.Tensor,
+        count: int,
+        drawing: Drawing,
+        step: Step,
+        told: Mapping[Generation, Told],
+    ) -> Drafted:
+        live, rules = self.live, self._rules
         length = live.length[slots]
         made = (live.end[slots] - length - 1).clamp(0, count)
+        live.made[slots] = made
 
         def rows(i: int, before: torch.Tensor) -> Rows:
             columns = live.columns(slots, i, drawing)
@@ -234,23 +315,15 @@ class Device:
             ids = before.tolist()
             changed = {
                 at: told[sequence](ids[at])
-                for at, sequence in enumerate(flight.step.choosing)
+                for at, sequence in enumerate(step.choosing)
                 if sequence in told
             }
             return replace(columns, changed=changed)
 
-        drafted = draft(
+        return draft(
             self._parts.runner.draft_block(slots, live.last[slots], length - 2, live.first[slots]),
             live.last[slots], made, count, rules, rows, lambda ids: live.ends(slots, ids),
         )  # fmt: skip
-        live.drafts[slots, :count] = drafted.ids
-        live.raw[slots, :count] = drafted.raw
-        live.survivals[slots] = pad(drafted.survivals, (0, live.width - count))
-        live.made[slots], live.useful[slots] = made, drafted.useful
-        self._order[slots] = torch.arange(len(slots), device=live.device)
-        self._held = drafted
-        flight.marks.append(self.clock.mark())
-        self._copy(flight, {"survivals": live.survivals[slots]} if rules.varlen else {})
 
     def read(self, flight: Flight) -> Outcome:
         """What a step gave, once the device has got so far."""
@@ -274,12 +347,16 @@ class Device:
         # A resume restores the windows of the backbone alone.
         return sequence, stops, plan.rows_from(plan.layers - 1)
 
-    def _rows(self, decoding: Decoding | None) -> tuple[LiveRows | None, torch.Tensor]:
-        """Rows of the decoding requests, and how many drafts of each are verified [R]."""
+    def _rows(
+        self, decoding: Decoding | None, slots: torch.Tensor | None = None
+    ) -> tuple[LiveRows | None, torch.Tensor]:
+        """Rows of the decoding requests in their slots, and how many drafts of each are verified
+        [R]."""
         live = self.live
         if decoding is None:
             return None, live.length[:0]
-        slots, drafts, extra = live.slots(decoding.slots), decoding.drafts, decoding.extra
+        slots = live.slots(decoding.slots) if slots is None else slots
+        drafts, extra = decoding.drafts, decoding.extra
         none = torch.zeros_like(slots)
         if not drafts:
             return live.rows(slots, decoding.pages, none, 0, 0), none

@@ -21,6 +21,8 @@ from deepinfer.model.memory import Ops
 from deepinfer.sampling import rng
 from deepinfer.sampling.logits import WHOLE, Rows, min_p_floor
 
+_TOGETHER = 4  # page columns
+
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
@@ -144,6 +146,19 @@ class Live:
 
     # rows of the decoding requests
 
+    def columns_of(self, pages: int) -> int:
+        """Page columns of rows whose longest request has so many pages: where steps are kept as
+        graphs, more than are needed now, so that shapes last."""
+        columns = pages + self._beyond
+        if self._ops.graphs is None:
+            return columns
+        return min(-(-columns // _TOGETHER) * _TOGETHER, self._pages.shape[1])
+
+    @property
+    def stops(self) -> int:
+        """Most ids that end an answer: with it, the tensor of them is another one."""
+        return self._stops.shape[1]
+
     def may_stand(self, slots: torch.Tensor) -> torch.Tensor:
         """How many drafts of each request may be verified: useful ones that have pages [R]."""
         room = self.limit[slots] - self.length[slots]
@@ -154,7 +169,7 @@ class Live:
     ) -> LiveRows:
         """Rows of requests: the newest token and `allotted` drafts of each, int64 [R], `extra` in
         all, at most `most` of one. pages: of the longest of them."""
-        columns = pages + self._beyond
+        columns = self.columns_of(pages)
         starts, counts, offsets, of, positions, ids, behind, pages_of, windows = (
             self._ops.live_rows(
                 slots, allotted, self.length, self.last, self.drafts, self._pages, self._windows,

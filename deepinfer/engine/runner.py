@@ -67,6 +67,11 @@ class Runner:
             stages=len(config.stages) if draft else 0,
         )
 
+    @property
+    def graphs(self) -> Any:
+        """Where steps of fixed shapes are kept, or None: see `deepinfer.ops.registry.Ops`."""
+        return self.ops.graphs
+
     @torch.inference_mode()
     def forward(self, plan: StepPlan, live: LiveRows | None = None) -> torch.Tensor:
         """float32 [live rows + sum of chunk.logits, vocab]: of every live row, then of the chunks
@@ -76,9 +81,20 @@ class Runner:
         for chunk in plan.chunks:
             if chunk.restore or chunk.context:
                 self._restore(chunk)
-        tokens, mapped = self._tokens(plan.chunks, live)
-        memory = StepMemory(self.config, self.pools, self.ops, plan.chunks, mapped, live)
-        rows = self._wanted(plan.chunks, live, memory.ends)
+        if plan.chunks or self.graphs is None:
+            return self._logits(plan.chunks, live)
+        key, inputs = live.apart()
+        found = self.graphs.run(
+            ("rows", *key),
+            lambda *own: {"logits": self._logits((), LiveRows.of_parts(key, own))},
+            *inputs,
+        )
+        return found["logits"]
+
+    def _logits(self, chunks: Sequence[Chunk], live: LiveRows | None) -> torch.Tensor:
+        tokens, mapped = self._tokens(chunks, live)
+        memory = StepMemory(self.config, self.pools, self.ops, chunks, mapped, live)
+        rows = self._wanted(chunks, live, memory.ends)
         if self.draft is None:
             return self.model.forward(tokens, memory, rows)
         x, targets = self.model.hidden_and_targets(tokens, memory)

@@ -7,7 +7,8 @@ meaning, or which of the rows will count.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -79,3 +80,16 @@ class LiveRows(Spans):
     windows: torch.Tensor | None
     most: int
     longest: int
+
+    def apart(self) -> tuple[tuple[int, int, tuple[str, ...]], list[torch.Tensor]]:
+        """What the host knows, and the tensors; `of_parts` puts them together again."""
+        names = [f.name for f in fields(self) if isinstance(getattr(self, f.name), torch.Tensor)]
+        return (self.most, self.longest, tuple(names)), [getattr(self, name) for name in names]
+
+    @classmethod
+    def of_parts(
+        cls, known: tuple[int, int, tuple[str, ...]], tensors: Iterable[torch.Tensor]
+    ) -> LiveRows:
+        most, longest, names = known
+        given = dict(zip(names, tensors, strict=True))
+        return cls(**{"windows": None, **given}, most=most, longest=longest)

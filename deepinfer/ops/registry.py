@@ -61,9 +61,11 @@ class Choice:
 
 class Ops:
     """The op table: one attribute per op name, callable as its spec says, and the sequences of
-    ``deepinfer.ops.fused``."""
+    ``deepinfer.ops.fused``. graphs: keeps steps of fixed shapes as graphs
+    (``deepinfer.ops.cpu.graphs``), or None."""
 
     def __init__(self, table: Mapping[str, Callable[..., Any]]):
+        self.graphs: Any = None
         self.__dict__.update(self.apart())
         self.__dict__.update(table)
 
@@ -73,10 +75,10 @@ class Ops:
 
     @contextmanager
     def replaced(self, others: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-        """While the block runs, these stand in place of the ops of their names, and sequences call
-        them one by one."""
+        """While the block runs, these stand in place of the ops of their names, sequences call
+        them one by one, and no graph hides a call."""
         plain = dict(vars(self))
-        vars(self).update({**self.apart(), **others})
+        vars(self).update({**self.apart(), "graphs": None, **others})
         try:
             yield
         finally:
@@ -215,4 +217,8 @@ def build(
             module = importlib.import_module(f"deepinfer.ops.{backend}.fused")
             made = getattr(module, sequence.__name__)(libraries[backend], partial(sequence, ops))
             setattr(ops, sequence.__name__, made)
+    for backend in libraries.keys() & {*chosen.values()}:
+        ops.graphs = importlib.import_module(f"deepinfer.ops.{backend}.graphs").Graphs(
+            libraries[backend]
+        )
     return ops

@@ -80,7 +80,8 @@ class Watch:
 
     def __enter__(self) -> Watch:
         # Sequences are taken apart: the single op is named.
-        single = vars(self._table).keys() - _UNWATCHED - self._table.apart().keys()
+        held = {name for name, op in vars(self._table).items() if callable(op)}
+        single = held - _UNWATCHED - self._table.apart().keys()
         self._replaced = self._table.replaced({name: self._watched(name) for name in single})
         self._replaced.__enter__()
         return self

@@ -28,7 +28,7 @@ def _temperature(rules: DraftRules, i: int) -> float:
     return rules.temperatures[min(i, len(rules.temperatures) - 1)]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Drafted:
     """Drafts of R requests, n of each: ids int64 (-1: broken numbers), raw confidences float32 and
     survivals float64 [R, n]; useful int64 [R]: how many may stand, those before a broken one and up

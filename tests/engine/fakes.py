@@ -47,6 +47,8 @@ class ScriptedRunner:
     them and belong to one slot only. `plans` records what ran.
     """
 
+    graphs = None
+
     def __init__(self, script: Script, page_tokens: int = 4) -> None:
         self.ops = ops()
         self.script = script

@@ -44,6 +44,8 @@ def kind(prefix) -> int:
 class Shelf:
     """Pages of tokens, a window ring per slot, and the text that each slot's rows saw last."""
 
+    graphs = None
+
     def __init__(self, rows: np.ndarray, page_tokens: int, agrees: int, block: int) -> None:
         self.ops = ops()
         self.table, self.size, self.agrees, self.block = rows, page_tokens, agrees, block

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from deepinfer import LLM, SamplingParams
 from deepinfer.cli.main import main
 from deepinfer.engine.assembly import assemble
 from deepinfer.engine.compiled import open_compiled
@@ -204,6 +205,40 @@ def test_one_setting_for_the_threads_of_both(model, library, monkeypatch):
     finally:
         torch.set_num_threads(before)
         real(binding.Library.__new__(binding.Library), built.find(library).path)
+
+
+@pytest.mark.parametrize(
+    ("rule", "kind", "graph"),
+    [
+        ("off", {"temperature": 0.0}, "step"),
+        ("off", {"temperature": 0.9, "top_k": 5, "top_p": 0.8, "min_p": 0.01}, "step"),
+        ("off", {"temperature": 0.7, "presence_penalty": 0.5}, "rows"),  # the host is needed
+        ("coupled", {"temperature": 0.0, "logprobs": 2}, "rows"),
+        ("coupled", {"temperature": 1.0}, "step"),
+        ("rejection", {"temperature": 1.0}, "draft"),
+    ],
+)
+def test_captured_steps_change_no_bit(model, library, rule, kind, graph):
+    """Requests that come, grow by pages, change their number and end, on an engine that keeps
+    graphs and on one that does not."""
+    drafts = {"mtp": 0} if rule == "off" else {"mtp": 5, "verify": rule}
+    texts = [[11 + (start * 7 + at * at) % 256 for at in range(3 + start)] for start in range(3)]
+    asked = [SamplingParams(max_tokens=8 + 14 * at, ignore_eos=True, seed=at, **kind)
+             for at in range(3)]  # fmt: skip
+    found = []
+    for graphs in (True, False):
+        with LLM(model, accelerator="cpu", max_num_seqs=3, page_tokens=8, kv_cache_tokens=512,
+                 build_dir=library, **drafts) as llm:  # fmt: skip
+            ops = llm.parts.runner.ops
+            if not graphs:
+                ops.graphs = None
+            results = llm.generate(texts, asked)
+            found.append([(r.token_ids, r.logprobs, r.text) for r in results])
+            if graphs:
+                kept = {key[0][0] for key, one in ops.graphs._kept.items()
+                        if getattr(one, "confirmed", False)}  # fmt: skip
+    assert found[0] == found[1]
+    assert graph in kept
 
 
 def test_every_level_compiles_without_a_warning(library):

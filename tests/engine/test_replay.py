@@ -37,6 +37,7 @@ class Rows:
     """Positions that went through each layer's attention, seen at the model's memory."""
 
     def __init__(self, monkeypatch):
+        from deepinfer.engine.runner import Runner
         from deepinfer.kvcache.memory import StepMemory
 
         attend, self.seen = StepMemory.attend, {}
@@ -50,6 +51,7 @@ class Rows:
             return attend(memory, layer, q, kv, sink)
 
         monkeypatch.setattr(StepMemory, "attend", recorded)
+        monkeypatch.setattr(Runner, "graphs", None)  # a graph would pass by
 
 
 @pytest.mark.parametrize("size", [50, 16, 7, 1])

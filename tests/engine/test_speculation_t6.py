@@ -150,6 +150,7 @@ class Forced:
         self.drafted: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self.calls = 0
         runner, self.device = llm.parts.runner, llm._device
+        runner.ops.graphs = None  # one would pass by
         self.forward, self.draft_block = runner.forward, runner.draft_block
         runner.forward, runner.draft_block = self.ran, self.block
 

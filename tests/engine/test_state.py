@@ -162,6 +162,7 @@ def test_table_rows_after_a_preemption(folder, monkeypatch):
 
             monkeypatch.setattr(runner, "forward", watched)
             monkeypatch.setattr(runner.ops, "engram_rows", recorded)
+            monkeypatch.setattr(runner.ops, "graphs", None)  # one would pass by
             return llm.generate(texts, asked), found
 
     calm, expected = run()

@@ -29,5 +29,31 @@ template <class T> inline T* scratch(int slot, int64_t count) {
   return (T*)di_scratch(slot, (size_t)count * sizeof(T));
 }
 
+// An op called with arguments kept as words of eight bytes, the low ones of which hold the value.
+template <class A> inline A word(uint64_t bits) {
+  A out;
+  memcpy(&out, &bits, sizeof(A));
+  return out;
+}
+template <int... I> struct Indices {};
+template <int N, int... I> struct Count : Count<N - 1, N - 1, I...> {};
+template <int... I> struct Count<0, I...> {
+  typedef Indices<I...> type;
+};
+template <class... A, int... I>
+inline int call(int (*op)(A...), const uint64_t* words, Indices<I...>) {
+  return op(word<A>(words[I])...);
+}
+template <class... A> inline int call(int (*op)(A...), const uint64_t* words) {
+  return call(op, words, typename Count<sizeof...(A)>::type());
+}
+
 }  // namespace DI_NAME
 }  // namespace deepinfer
+
+// `di_<op>_<level>_captured`, how `di_launch` of threads.h calls an op; behind the op in its file.
+#define DI_CAPTURED(op)                                                             \
+  extern "C" __attribute__((visibility("default"))) int DI_JOIN(                 \
+      DI_JOIN(di_##op, DI_NAME), captured)(const uint64_t* words) {                 \
+    return deepinfer::DI_NAME::call(DI_JOIN(di_##op, DI_NAME), words);           \
+  }

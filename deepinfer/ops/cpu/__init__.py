@@ -7,8 +7,8 @@ not hold, the torch back end does.
 """
 
 _FIXED = frozenset(
-    "rmsnorm rope prepare linear linear_f32 grouped_linear hc_mix hc_collapse hc_norm hc_expand"
-    " store extend quantise_index index_scores select candidate_blocks choose"
+    "rmsnorm rope rope_table prepare linear linear_f32 grouped_linear hc_mix hc_collapse hc_norm"
+    " hc_expand store extend pool quantise_index index_scores select candidate_blocks choose"
     " sparse_attention router moe engram_rows engram_lookup engram_gate window_places"
     " page_places group_places group_rows entry_table ngrams live_rows ends append draw".split()
 )

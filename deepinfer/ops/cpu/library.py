@@ -7,9 +7,13 @@ not know what any op means, nor where libraries are kept.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
 from deepinfer.errors import EnvironmentProblem, InternalError, UsageError
@@ -21,6 +25,10 @@ TYPES = {torch.bfloat16: 0, torch.float32: 1}
 PTR, INT, LONG = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
 FLOAT, DOUBLE = ctypes.c_float, ctypes.c_double
 _ERRORS = {1: "out of memory", 2: "an argument is not supported"}
+
+Call = tuple[str, tuple[type, ...], tuple[Any, ...]]
+"""Symbol, argument types and arguments."""
+Told = Callable[[str, tuple[type, ...], tuple[Any, ...]], None]
 
 
 class Library:
@@ -48,17 +56,63 @@ class Library:
                 hint="leave DEEPINFER_CPU_LEVEL out",
             )
         self._file.di_set_threads(torch.get_num_threads() if threads is None else threads)
+        self._told: Told | None = None
+        self._captured: dict[str, int | None] = {}
 
-    def op(self, name: str, *arguments: type) -> Callable[..., None]:
-        """`di_<name>_<level>` with these ctypes arguments; calling it raises `InternalError` on
-        an error."""
-        function = getattr(self._file, f"di_{name}_{self.level}")
-        function.argtypes, function.restype = arguments, ctypes.c_int
-        function.errcheck = _check
-        return function
+    def op(self, name: str, *types: type) -> Callable[..., None]:
+        """`di_<name>_<level>` with arguments of these ctypes types; calling it raises
+        `InternalError` on an error."""
+        symbol = f"di_{name}_{self.level}"
+        function = getattr(self._file, symbol)
+        function.argtypes, function.restype = types, ctypes.c_int
+        captured = getattr(self._file, f"{symbol}_captured")
+        self._captured[symbol] = ctypes.cast(captured, PTR).value
+
+        def call(*arguments: object) -> None:
+            if status := function(*arguments):
+                raise _failed(symbol, status)
+            if self._told is not None:
+                self._told(symbol, types, arguments)
+
+        return call
+
+    @contextmanager
+    def capturing(self, told: Told) -> Iterator[None]:
+        """While the block runs, every call is told: symbol, argument types, arguments."""
+        self._told = told
+        try:
+            yield
+        finally:
+            self._told = None
+
+    def launcher(self, calls: Sequence[Call]) -> Callable[[], None]:
+        """Runs the calls, one behind the other, as one call of the library."""
+        pairs = [pair for _, types, args in calls for pair in zip(types, args, strict=True)]
+        words = np.array([_word(*pair) for pair in pairs], dtype=np.uint64)
+        table = np.empty((len(calls), 2), dtype=np.uint64)
+        at = words.ctypes.data
+        for row, (symbol, types, _) in zip(table, calls, strict=True):
+            row[:] = self._captured[symbol], at
+            at += words.itemsize * len(types)
+        launch, first, count = self._file.di_launch, table.ctypes.data, len(calls)
+        launch.argtypes, launch.restype = (PTR, LONG, PTR), ctypes.c_int
+        done = ctypes.c_int64()
+        where, held = ctypes.addressof(done), (words, table)
+
+        def run() -> None:
+            if status := launch(first, count, where):
+                assert held, "the words outlive the calls"
+                raise _failed(calls[done.value][0], status)
+
+        return run
 
 
-def _check(status: int, function: object, arguments: object) -> None:
-    if status:
-        name = getattr(function, "__name__", "?")
-        raise InternalError("kernel-failed", f"{name}: {_ERRORS.get(status, status)}")
+def _failed(symbol: str, status: int) -> InternalError:
+    return InternalError("kernel-failed", f"{symbol}: {_ERRORS.get(status, status)}")
+
+
+def _word(kind: type, value: Any) -> int:
+    """An argument as eight bytes, its value in the low ones."""
+    if kind is FLOAT or kind is DOUBLE:
+        return int.from_bytes(struct.pack("<f" if kind is FLOAT else "<d", value), "little")
+    return (value or 0) & (1 << 64) - 1

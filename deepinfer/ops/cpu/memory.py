@@ -71,6 +71,19 @@ def _rows(x: torch.Tensor, fmt: RecordFormat) -> tuple[torch.Tensor, int]:
     return x.contiguous(), _KINDS[fmt.kind]
 
 
+def pool(library: Library):
+    call = library.op("pool", PTR, PTR, LONG, LONG, LONG, PTR)
+
+    def pool(v: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        v, z = v.contiguous(), z.contiguous()
+        groups, tokens, n = v.shape
+        out = v.new_empty(groups, n)
+        call(v.data_ptr(), z.data_ptr(), groups, tokens, n, out.data_ptr())
+        return out
+
+    return pool
+
+
 def quantise_index(library: Library):
     call = library.op("quantise_index", PTR, INT, LONG, PTR)
 

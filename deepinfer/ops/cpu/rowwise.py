@@ -39,3 +39,17 @@ def rope(library: Library):
         return out
 
     return rope
+
+
+def rope_table(library: Library):
+    call = library.op("rope_table", PTR, PTR, LONG, LONG, PTR, PTR)
+
+    def rope_table(
+        positions: torch.Tensor, freqs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        positions, rows, pairs = positions.contiguous(), len(positions), len(freqs)
+        cos, sin = torch.empty(2, rows, pairs).unbind()
+        call(positions.data_ptr(), freqs.data_ptr(), rows, pairs, cos.data_ptr(), sin.data_ptr())
+        return cos, sin
+
+    return rope_table
