@@ -1,5 +1,7 @@
 """Single ops on the tiny model: what a kill loses, how many engines there are, cold caches."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -89,37 +91,49 @@ def test_a_kill_loses_the_running_repeat_alone(measure, monkeypatch):
         assert row["time_us"]["n"] == 3 and row["axes"]["context"] == 8
 
 
-def test_the_caches_are_emptied_before_every_step_and_not_timed():
-    work = ops.Work({}, lambda x: done.append("run"), [((torch.zeros(1),), {}, None)], 1, 1)
+@pytest.fixture
+def spend(monkeypatch):
+    """`spend(seconds)` on a clock that nothing else moves."""
+    now = [0.0]
+
+    def spend(seconds):
+        now[0] += seconds
+
+    monkeypatch.setattr(ops, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    return spend
+
+
+def work_of(run):
+    return ops.Work({}, run, [((torch.zeros(1),), {}, None)], 1, 1)
+
+
+def test_the_caches_are_emptied_before_every_step_and_not_timed(spend):
     done = []
+
+    def run(x):
+        done.append("run")
+        spend(0.02)
 
     def cold():
         done.append("cold")
-        end = ops.time.perf_counter() + 0.01
-        while ops.time.perf_counter() < end:
-            pass
+        spend(0.01)
 
-    took = ops._seconds(work, cold)
-    assert done == ["run", "cold", "run"] and took < 0.005
+    work = work_of(run)
+    assert ops._seconds(work, cold) == pytest.approx(0.02)
+    assert done == ["run", "cold", "run"]
     work.steps = 3
-    ops._seconds(work, cold)
+    assert ops._seconds(work, cold) == pytest.approx(0.02)
     assert done[3:] == ["cold", "run"] * 3
 
 
-def test_steps_of_a_timing_are_long_enough_but_not_all_of_them_emptying():
-    def spin(seconds):
-        end = ops.time.perf_counter() + seconds
-        while ops.time.perf_counter() < end:
-            pass
-
-    def steps(step, empty):
-        work = ops.Work({}, lambda x: spin(step), [((torch.zeros(1),), {}, None)], 1, 1)
-        ops._seconds(work, lambda: spin(empty))
-        return work.steps
-
-    assert steps(0.02, 0.0) == 1
-    assert 2 <= steps(1e-3, 1e-3) <= 5
-    assert 2 <= steps(1e-5, 0.01) <= 5
+@pytest.mark.parametrize(
+    ("step", "empty", "steps"),
+    [(0.02, 0.0, 1), (1.1e-3, 1e-3, 4), (1e-5, 0.011, 4), (1e-5, 1e-5, 500)],
+)
+def test_steps_are_long_enough_but_not_all_of_them_emptying(spend, step, empty, steps):
+    work = work_of(lambda x: spend(step))
+    ops._seconds(work, lambda: spend(empty))
+    assert work.steps == pytest.approx(steps, abs=1)
 
 
 def test_a_buffer_is_larger_than_the_caches():
