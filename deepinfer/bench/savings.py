@@ -14,7 +14,7 @@ from deepinfer.model import cost
 from deepinfer.model.config import ModelConfig
 from deepinfer.replay.plan import ReplayPlan
 
-__all__ = ["Measured", "rows_saved", "savings"]
+__all__ = ["Measured", "savings"]
 
 
 class Measured(Protocol):
@@ -24,11 +24,6 @@ class Measured(Protocol):
     def layer_rows(self) -> int: ...
     @property
     def total_flops(self) -> int: ...
-
-
-def rows_saved(plan: ReplayPlan) -> float:
-    """The planned share of layer-token rows."""
-    return _share(cost.plan_rows(plan), cost.plan_rows(_uncut(plan)))
 
 
 def savings(

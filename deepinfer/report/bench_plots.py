@@ -158,14 +158,20 @@ def _depth(rows: Sequence[Row], base: Path) -> list[Path]:
     if len(lengths) < 2:
         return []
     curves, hidden = _curves(rows, "prompt_len")
-    figure, panels = new_figure((9, 7), nrows=2, sharex=True)
-    table = []
-    for axes, (what, unit, values) in zip(
-        panels,
-        (("prefill", "computed prompt tokens/s", lambda row: row.get("prompt_tok_s")),
-         ("decode", "tokens/s of one user, all decoding", _user)),
-        strict=True,
-    ):  # fmt: skip
+    parts = [
+        (what, unit, values)
+        for what, unit, values in (
+            ("prefill", "computed prompt tokens/s", lambda row: row.get("prompt_tok_s")),
+            ("decode", "tokens/s of one user, all decoding", _user),
+        )
+        if any(median(values(row)) is not None for row in rows)
+    ]
+    if not parts:
+        return []
+    height = 1 + 3 * len(parts)
+    figure, panels = new_figure((9, height), nrows=len(parts), sharex=True, squeeze=False)
+    panels, table = panels[:, 0], []
+    for axes, (what, unit, values) in zip(panels, parts, strict=True):
         for curve in curves:
             some = [(row, values(row)) for row in curve.rows if median(values(row)) is not None]
             x = [{"median": row["axes"]["prompt_len"]} for row, _ in some]

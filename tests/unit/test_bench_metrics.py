@@ -1,10 +1,14 @@
 """DI-46 to DI-48 on a virtual clock: what is counted from deliveries, and what a row says."""
 
+import json
 import random
 import statistics
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import deepinfer
 from deepinfer.bench.metrics import (
     LEAST,
     MEASURED,
@@ -19,6 +23,8 @@ from deepinfer.bench.metrics import (
 )
 from deepinfer.bench.synthetic import chance_of
 from deepinfer.speculative.proposal import Counts
+
+EMBEDDED = Path(deepinfer.__file__).parent / "embedded"
 
 
 def test_di_46_time_to_first_token_and_time_per_token():
@@ -169,13 +175,17 @@ def test_di_48_throughput_and_reuse():
 
 
 def test_di_48_savings_are_of_all_layers():
-    from deepinfer.bench.savings import rows_saved
+    from deepinfer.bench.savings import savings
+    from deepinfer.model.config import ModelConfig
     from deepinfer.replay.plan import ReplayRule
 
+    flash = ModelConfig.from_dict(json.loads((EMBEDDED / "v41-flash.json").read_text()))
+    done = SimpleNamespace(layer_rows=0, total_flops=0)
     for truncated, saved in ((20, 0.493), (19, 0.468)):
         rule = ReplayRule(40, 40 - truncated, 128, "compact", 140)
-        assert rows_saved(rule.plan(10_000)) == pytest.approx(saved, abs=5e-4)
-    assert rows_saved(rule.plan(100)) == 0
+        for tokens, share in ((10_000, saved), (100, 0)):
+            found = savings(flash, rule.plan(tokens), done)["prefill_saved_rows"]
+            assert found["planned"] == pytest.approx(share, abs=5e-4)
 
 
 def test_nothing_completed_is_said_and_not_zero():
