@@ -11,11 +11,12 @@ from importlib import import_module
 from deepinfer.errors import DeepinferError
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "DeepinferError", "SamplingParams", "__version__", "errors"]
+__all__ = ["LLM", "DeepinferError", "SamplingParams", "Structured", "__version__", "errors"]
 
 _LAZY = {
     "LLM": "deepinfer.engine.engine",
     "SamplingParams": "deepinfer.core.request",
+    "Structured": "deepinfer.core.request",
 }
 
 

@@ -7,10 +7,12 @@ tensors.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
+from typing import ClassVar
 
 from deepinfer.errors import DeepinferError, UsageError
 
@@ -118,6 +120,53 @@ def _bias(got: object) -> dict[int, float] | None:
     return checked
 
 
+@dataclass(frozen=True, slots=True)
+class Structured:
+    """What an answer must look like.
+
+    kind: one of `KINDS`; source: the text of the schema, expression or grammar. after: ids whose
+    appearance in the answer, one behind the other, starts the constraint (the end of thinking);
+    (): it holds from the first token on.
+
+    Raises UsageError for a value of the wrong type. Whether the source can be used is known when it
+    is compiled.
+    """
+
+    KINDS: ClassVar[tuple[str, ...]] = ("json_schema", "regex", "lark", "gbnf")
+
+    kind: str
+    source: str
+    after: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.kind not in self.KINDS:
+            raise _refuse("structured.kind", self.kind, " | ".join(self.KINDS))
+        if not isinstance(self.source, str):
+            raise _refuse("structured.source", self.source, "the text of a schema or grammar")
+        object.__setattr__(self, "after", _ids("structured.after", self.after))
+
+    @classmethod
+    def of(cls, got: object) -> Structured:
+        """A mapping of a kind to its source, `{"regex": "[a-z]+"}`, perhaps with `after`; a JSON
+        schema may be given as the value itself. Raises UsageError for anything else."""
+        if isinstance(got, cls):
+            return got
+        accepted = "a Structured, or a mapping of one kind of " + ", ".join(cls.KINDS)
+        if not isinstance(got, Mapping) or set(got) - {*cls.KINDS, "after"}:
+            raise _refuse("structured", got, accepted)
+        kinds = [kind for kind in cls.KINDS if kind in got]
+        if len(kinds) != 1:
+            raise _refuse("structured", got, accepted)
+        [kind] = kinds
+        source = got[kind]
+        if kind == "json_schema" and not isinstance(source, str):
+            try:
+                source = json.dumps(source, ensure_ascii=False)
+            except (TypeError, ValueError, RecursionError) as problem:
+                raise _refuse("structured", got, f"a JSON schema; {problem}") from None
+        return cls(kind, source, got.get("after", ()))
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How the next tokens are chosen and when to stop (serving semantics §5).
@@ -143,7 +192,8 @@ class SamplingParams:
     alone).
         Values are of the model's own distribution: log-softmax of the logits before bias, penalties
         and temperature. prompt_logprobs: the same for the prompt; the first token has none.
-    structured: reserved for constrained output.
+    structured: what the answer must look like (`Structured`), or a mapping of one kind to its
+    source, `{"json_schema": {...}}`.
 
     Raises UsageError naming the field, what was got and what is accepted.
     """
@@ -166,7 +216,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    structured: object = None
+    structured: Structured | Mapping[str, object] | None = None
 
     def __post_init__(self) -> None:
         checked = {
@@ -200,7 +250,7 @@ class SamplingParams:
         if self.min_tokens > self.max_tokens:
             raise _refuse("min_tokens", self.min_tokens, f"at most max_tokens, {self.max_tokens}")
         if self.structured is not None:
-            raise _refuse("structured", self.structured, "None: output cannot be constrained yet")
+            object.__setattr__(self, "structured", Structured.of(self.structured))
 
     def _checked_seq_seed(self) -> int | tuple[int, ...] | None:
         got = self.seq_seed

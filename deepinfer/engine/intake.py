@@ -117,6 +117,8 @@ class Intake:
                 [f"stop={list(params.stop)!r}"],
                 "use stop_token_ids",
             )
+        if params.structured is not None:
+            return UsageError("structured-unsupported", "output cannot be constrained yet")
         return (
             self._foreign("logit_bias", list(params.logit_bias or ()))
             or self._foreign("stop_token_ids", params.stop_token_ids)

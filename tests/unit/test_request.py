@@ -13,6 +13,7 @@ from deepinfer.core.request import (
     FinishReason,
     Problem,
     SamplingParams,
+    Structured,
     Timing,
     TokenLogprob,
     Usage,
@@ -52,7 +53,19 @@ def test_defaults_are_the_contract():
         *[("logit_bias", bad) for bad in ({-1: 1.0}, {"5": 1.0}, {5: NAN}, {5: INF}, [5])],
         *[("logprobs", bad) for bad in (-1, 1.5, True)],
         *[("prompt_logprobs", bad) for bad in (-1, 1.5, True)],
-        ("structured", {"type": "object"}),
+        *[
+            ("structured", bad)
+            for bad in (
+                {"type": "object"},
+                {},
+                {"regex": "a", "lark": "start: /a/"},
+                "regex",
+                ("regex", "a"),
+                {"after": [3]},
+                {"json_schema": {1j: 2}},
+                {"json_schema": {"const": {1, 2}}},
+            )
+        ],
     ],
 )
 def test_bad_values_are_named(field, bad):
@@ -91,6 +104,19 @@ def test_good_values_are_normalised():
     assert params.seq_seed == (5, 6) and params.logit_bias == {7: -math.inf, 8: 1.0}
     assert isinstance(params.temperature, float)
     assert SamplingParams(seed=2**64 - 1).seed == 2**64 - 1
+
+
+def test_what_an_answer_must_look_like():
+    schema = {"type": "object", "title": "größe"}
+    given = SamplingParams(structured={"json_schema": schema, "after": [7]}).structured
+    assert given == Structured("json_schema", '{"type": "object", "title": "größe"}', (7,))
+    assert SamplingParams(structured=given).structured is given and hash(given)
+    assert SamplingParams(structured={"json_schema": '{"a":1}'}).structured.source == '{"a":1}'
+    assert SamplingParams(structured={"regex": "a+"}).structured == Structured("regex", "a+")
+    for wrong in (dict(kind="xml", source="a"), dict(kind="regex", source=5),
+                  dict(kind="regex", source="a", after=[-1]), dict(kind="lark", source="", after=3)):  # fmt: skip
+        with pytest.raises(UsageError, match="structured"):
+            Structured(**wrong)
 
 
 def test_seeds_that_contradict_each_other():
