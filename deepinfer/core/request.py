@@ -251,6 +251,8 @@ class SamplingParams:
             raise _refuse("min_tokens", self.min_tokens, f"at most max_tokens, {self.max_tokens}")
         if self.structured is not None:
             object.__setattr__(self, "structured", Structured.of(self.structured))
+            if self.ignore_eos:
+                raise _refuse("ignore_eos", True, "False: with `structured` the grammar ends it")
 
     def _checked_seq_seed(self) -> int | tuple[int, ...] | None:
         got = self.seq_seed
@@ -396,6 +398,8 @@ class Completion(Record):
     `seq_seed` it gives the same answer again. batch_invariant: the promise of serving semantics §6
     was active, and every op of this engine runs on a back end that keeps it. replay: how the prompt
     was prefilled. error: None unless the finish reason is "error"; tokens made before it are kept.
+    complete: the text is all that `structured` asked for; False: it was cut before; None: nothing
+    was asked for.
     """
 
     index: int
@@ -415,6 +419,7 @@ class Completion(Record):
     logprobs: tuple[TokenLogprob, ...] | None = None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     error: Problem | None = None
+    complete: bool | None = None
 
     def as_json(self) -> dict[str, object]:
         out: dict[str, object] = {
@@ -434,6 +439,8 @@ class Completion(Record):
             "error": self.error.as_json() if self.error else None,
             "settings": dict(self.settings),
         }
+        if self.complete is not None:
+            out["complete"] = self.complete
         if self.logprobs is not None:
             out["logprobs"] = [entry.as_json() for entry in self.logprobs]
         if self.prompt_logprobs is not None:

@@ -26,6 +26,7 @@ from deepinfer.engine.assembly import Parts
 from deepinfer.errors import DeepinferError
 from deepinfer.sampling.logits import Row
 from deepinfer.speculative.proposal import Counts
+from deepinfer.structured.constraint import Constraint, leaves
 from deepinfer.tokenizer.tokenizer import StopText
 
 
@@ -35,10 +36,10 @@ class Answer:
 
     highest: tokens that were in memory at some time, the first `cached` of them from a prefix hit;
     replayed: rows run again to refill windows after it; recomputed: other rows run again.
-    keep_rows: collect the logits of every row in `kept`. counts: of its drafts. slot: where its
-    tokens are found while it decodes. followed: it is read after every step; told: what chooses its
-    tokens depends on those before. ended: why its newest token is the last one. Times are clock
-    readings in seconds.
+    keep_rows: collect the logits of every row in `kept`. counts: of its drafts. constraint: what
+    its grammar allows next. slot: where its tokens are found while it decodes. followed: it is read
+    after every step; told: what chooses its tokens depends on those before. ended: why its newest
+    token is the last one. Times are clock readings in seconds.
     """
 
     sequence: Generation
@@ -57,6 +58,7 @@ class Answer:
     replayed: int = 0
     recomputed: int = 0
     counts: Counts = field(default_factory=Counts)
+    constraint: Constraint | None = None
     slot: int | None = None
     followed: bool = False
     told: bool = False
@@ -68,7 +70,9 @@ class Answer:
     def __post_init__(self) -> None:
         params = self.sequence.request.params
         self.text = StopText(self.parts.tokenizer, params.stop)
-        self.told = bool(params.penalised or params.logit_bias or params.min_tokens)
+        self.told = bool(
+            params.penalised or params.logit_bias or params.min_tokens or params.structured
+        )
         self.followed = self.told or bool(params.stop) or params.logprobs is not None
 
     @property
@@ -123,6 +127,9 @@ class Answer:
             forbidden = params.stop_token_ids
             if not params.ignore_eos:
                 forbidden += self.parts.eos_ids
+        allowed = self.constraint.allowed(drafts) if self.constraint else None
+        if forbidden and allowed is not None and not leaves(allowed, forbidden):
+            forbidden = ()  # the grammar is over: an answer may be too short, but not go on
         counts = sequence.counts
         if drafts and params.penalised:
             counts = counts + Counter(drafts)
@@ -134,6 +141,7 @@ class Answer:
             seen=request.prompt_ids if params.repetition_penalty != 1 else (),
             counts=counts,
             attempt=sequence.preemptions,
+            allowed=allowed,
         )
 
     def ends(self, token: int) -> bool:
@@ -145,6 +153,8 @@ class Answer:
     def append(self, tokens: Sequence[int]) -> None:
         """Append tokens of which none ends the answer; their text is made when it is needed."""
         self.sequence.tokens += tokens
+        for token in tokens if self.constraint else ():
+            self.constraint.push(token)
         if self.parts.tokenizer:
             self._late += tokens
 
@@ -166,6 +176,8 @@ class Answer:
         if self.ends(token):
             self.ended = FinishReason.STOP
             return True
+        if self.constraint:
+            self.constraint.push(token)
         may_stop = sequence.generated >= params.min_tokens
         self.pieces.append(self.text.push(token, may_stop=may_stop))
         if self.text.stopped:
@@ -207,7 +219,15 @@ class Answer:
                 None if params.prompt_logprobs is None else tuple(self.prompt_logprobs)
             ),
             error=Problem.of(problem) if problem else None,
+            complete=self._complete,
         )
+
+    @property
+    def _complete(self) -> bool | None:
+        """Is the text all that `structured` asked for?"""
+        if self.sequence.request.params.structured is None:
+            return None
+        return self.constraint is not None and self.constraint.complete and not self.text.stopped
 
     def delta(self) -> TokenDelta:
         """The next stream event: all that none before had, and the result once there is one."""

@@ -118,7 +118,8 @@ class Sizes:
 @dataclass(frozen=True)
 class Parts:
     """Everything the loop works with. `tokenizer` None: the checkpoint takes token ids only;
-    `drafting` None: no speculation. `keep_times` stores `times` for the next run."""
+    `drafting` None: no speculation. `grammar_timeout`: seconds. `keep_times` stores `times` for the
+    next run."""
 
     runner: Runs
     tokenizer: Tokenizer | None
@@ -134,6 +135,7 @@ class Parts:
     keep_times: Callable[[], None] = _nothing
     batch_invariant: bool = False
     overlap: bool = False
+    grammar_timeout: float = 20.0
     settings: Mapping[str, object] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
@@ -239,6 +241,7 @@ def assemble_model(model: Model, settings: Settings, warn: Callable[[str], objec
         keep_times=keep_times,
         batch_invariant=settings.batch_invariant,
         overlap=settings.overlap,
+        grammar_timeout=settings.grammar_timeout,
         settings=settings.as_json(),
         warnings=(
             *settings.warnings, *compiled.warnings, *weights.report.warnings, *warnings,

@@ -42,6 +42,7 @@ from deepinfer.scheduler.policy import Policy, Step
 from deepinfer.settings import Settings, resolve
 from deepinfer.speculative.planner import Planner
 from deepinfer.speculative.trace import TraceStep
+from deepinfer.structured.compiler import Compiler, Pending
 
 if TYPE_CHECKING:
     from deepinfer.replay.meter import Measured
@@ -153,6 +154,12 @@ class LLM:
             self._policy.blocks,
         )
         self._running: dict[Generation, tuple[Answer, _Call]] = {}
+        self._compiler = None
+        if parts.tokenizer:
+            self._compiler = Compiler(
+                parts.tokenizer, parts.vocab_size, parts.eos_ids, parts.grammar_timeout
+            )
+        self._parked: dict[Generation, tuple[Answer, _Call, Pending]] = {}  # no grammar yet
         self._arrivals = itertools.count()
         self._kinds: Counter[str] = Counter()  # of the open requests: `Answer.kinds` ...
         self._reaches: Counter[int] = Counter()  # ... and `sampling.logits.reach`
@@ -281,7 +288,7 @@ class LLM:
     def close(self) -> None:
         """Drop the model and its memory. Twice is harmless; other calls then raise UsageError."""
         with self._at_work():
-            for answer, call in list(self._running.values()):
+            for answer, call, *_ in [*self._running.values(), *self._parked.values()]:
                 self._abort(answer, call)
             if self.parts is not None:
                 self._drain()
@@ -307,7 +314,7 @@ class LLM:
 
     def _check_idle(self, why: str) -> None:
         self._check_open()
-        if self._running:
+        if self._running or self._parked:
             raise UsageError(
                 "engine-busy",
                 f"other requests are running, {why}",
@@ -344,12 +351,36 @@ class LLM:
                 self._finish(answer, call, FinishReason.ERROR, problem=one.problem)
             elif answer.wants_nothing:
                 self._finish(answer, call, FinishReason.LENGTH)
+            elif one.request.params.structured:
+                pending = self._compiler.ask(one.request.params.structured)
+                self._parked[sequence] = answer, call, pending
             else:
-                self._running[sequence] = answer, call
-                self._kinds.update(answer.kinds)
-                self._reaches[reach(one.request.params)] += 1
-                self._note_drawing()
-                self._policy.add(sequence)
+                self._admit(answer, call)
+
+    def _admit(self, answer: Answer, call: _Call) -> None:
+        sequence = answer.sequence
+        self._running[sequence] = answer, call
+        self._kinds.update(answer.kinds)
+        self._reaches[reach(sequence.request.params)] += 1
+        self._note_drawing()
+        self._policy.add(sequence)
+
+    def _unpark(self) -> None:
+        """Those whose grammar is there run, or end for what is wrong with it."""
+        if not self._parked:
+            return
+        self._compiler.tend()
+        for answer, call, pending in list(self._parked.values()):
+            if not pending.ended:
+                continue
+            request = answer.sequence.request
+            del self._parked[answer.sequence]
+            if pending.problem:
+                problem = _of_request(pending.problem, request.index, request.sample)
+                self._finish(answer, call, FinishReason.ERROR, problem=problem)
+            else:
+                answer.constraint = pending.begin(request.params.structured.after)
+                self._admit(answer, call)
 
     def _withdraw(self, call: _Call) -> None:
         """End what still runs of a call, whatever became of it.
@@ -396,6 +427,7 @@ class LLM:
         """Make the result and tell the caller. The memory is given back when the scheduler hears
         of it."""
         sequence = answer.sequence
+        self._parked.pop(sequence, None)
         if self._running.pop(sequence, None):
             self._kinds.subtract(answer.kinds)
             self._reaches -= Counter([reach(sequence.request.params)])  # drops what is 0
@@ -424,10 +456,15 @@ class LLM:
     def _plan_and_land(self) -> None:
         """Plan a step and launch it, then land the one before it, or without overlap this one."""
         try:
+            self._unpark()
             step = self._policy.next_step()
             self._send_off(self._prefix.leaving())
             if step is None and not (self._flight or self._landed or self._leaving):
-                raise InternalError("nothing-to-run", "requests are open but none can run")
+                if self._running:
+                    raise InternalError("nothing-to-run", "requests are open but none can run")
+                if self._parked:
+                    self._compiler.wait([pending for *_, pending in self._parked.values()])
+                return
             ahead = self.parts.overlap and not self._kinds["told"]
             if not ahead or step is None:
                 self._land_last()
@@ -663,9 +700,12 @@ class LLM:
     def _fail(self, answer: Answer, call: _Call, rows: torch.Tensor, landed: _Landed) -> None:
         """End an answer for its numbers; what is computed from such must not be found again."""
         sequence = answer.sequence
+        problem: DeepinferError = _numeric_error(sequence)
         if not rows.isfinite().all():
             landed.broken.append(sequence)
-        self._finish(answer, call, FinishReason.ERROR, problem=_numeric_error(sequence))
+        elif answer.constraint:
+            problem = answer.constraint.problem or _nothing_left(sequence)
+        self._finish(answer, call, FinishReason.ERROR, problem=problem)
 
     def _settle(self) -> None:
         """Let the scheduler know what has landed, and take memory back from who has ended."""
@@ -766,6 +806,21 @@ def _numeric_error(sequence: Generation) -> InternalError:
         "the model computed a logit that is not finite, or no token was left to choose",
         [f"at position {len(sequence.tokens)}; the tokens before it are kept"],
     )
+
+
+def _nothing_left(sequence: Generation) -> UsageError:
+    return UsageError(
+        "nothing-to-choose",
+        f"no token is left to choose at position {len(sequence.tokens)}",
+        ["logit_bias forbids every id that the grammar allows there; what was made is kept"],
+        "leave at least one of them allowed",
+    )
+
+
+def _of_request(problem: DeepinferError, index: int, sample: int) -> DeepinferError:
+    """What is wrong with a grammar that others may have asked for as well, for one request."""
+    facts = (*problem.facts, f"request: prompt {index}, sample {sample}")
+    return type(problem)(problem.code, problem.message, facts, problem.hint)
 
 
 def _warn(line: str) -> None:

@@ -117,11 +117,17 @@ class Intake:
                 [f"stop={list(params.stop)!r}"],
                 "use stop_token_ids",
             )
-        if params.structured is not None:
-            return UsageError("structured-unsupported", "output cannot be constrained yet")
+        if params.structured is not None and self._tokenizer is None:
+            return UsageError(
+                "no-tokenizer",
+                "this checkpoint has no tokenizer, so its output cannot be constrained",
+                ["no tokenizer.json in its folder"],
+                "leave `structured` out",
+            )
         return (
             self._foreign("logit_bias", list(params.logit_bias or ()))
             or self._foreign("stop_token_ids", params.stop_token_ids)
+            or (params.structured and self._foreign("structured.after", params.structured.after))
             or self._all_forbidden(params)
         )
 

@@ -1,8 +1,8 @@
 """From raw logits to the distribution that is drawn from, and its exact float64 arithmetic.
 
-Logits come in with `Rows`, a column per parameter, and leave processed: bias, penalties,
-temperature, top-k, top-p, min-p, in this order. It must not know which request a row belongs to,
-nor draw anything.
+Logits come in with `Rows`, a column per parameter, and leave processed: grammar mask, bias,
+penalties, temperature, top-k, top-p, min-p, in this order. It must not know which request a row
+belongs to, nor draw anything.
 
 A row's bits depend on that row alone, on any device: everything is elementwise IEEE float64,
 comparison, stable sort or a sum of integers, none of which cares how many rows stand beside it. The
@@ -40,7 +40,8 @@ class Row:
     seed, position: name its noise; position is that of the token to be chosen. forbidden: ids that
     cannot be chosen now. seen: ids of the prompt; counts: how often each id was generated (both
     only for penalties). attempt: how often its request lost its memory before;
-    drafts of rejection sampling are others then.
+    drafts of rejection sampling are others then. allowed: bits of the ids that its grammar allows
+    (`structured.constraint.Mask`).
     """
 
     params: SamplingParams
@@ -50,11 +51,13 @@ class Row:
     seen: Collection[int] = ()
     counts: Mapping[int, int] = field(default_factory=dict)
     attempt: int = 0
+    allowed: np.ndarray | None = None
 
     @property
     def changes(self) -> bool:
         """Are there logits of it to change before they are scaled?"""
-        return bool(self.params.logit_bias or self.params.penalised or self.forbidden)
+        shifted = self.params.logit_bias or self.params.penalised or self.forbidden
+        return bool(shifted) or self.allowed is not None
 
 
 def reach(params: SamplingParams) -> int:
@@ -225,6 +228,7 @@ def process(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
     the same. The distribution drawn from is softmax of a processed row.
     """
     x = logits.to(torch.float64, copy=True)
+    _mask(x, {at: row.allowed for at, row in rows.changed.items() if row.allowed is not None})
     for at, row in rows.changed.items():
         _shift(x[at], row)
     if rows.drawn:
@@ -235,6 +239,17 @@ def process(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
             low = rows.floor.masked_fill(~rows.warm, -math.inf)[:, None]
             x = x.masked_fill(x < x.amax(dim=-1, keepdim=True) + low, -math.inf)
     return x
+
+
+def _mask(x: torch.Tensor, allowed: Mapping[int, np.ndarray]) -> None:
+    """What the bits of a row [vocab] leave out becomes -inf, in place."""
+    if not allowed:
+        return
+    vocab, device = x.shape[-1], x.device
+    places = _sent(list(allowed), np.int64, device)
+    bits = _sent(list(allowed.values()), np.uint8, device)
+    bits = (bits[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=device)) & 1
+    x[places] = x[places].masked_fill(bits.flatten(1)[:, :vocab] == 0, -math.inf)
 
 
 def _shift(x: torch.Tensor, row: Row) -> None:

@@ -208,6 +208,10 @@ _USED = (
         shown_default="torch's own number",
     ),
     Setting(
+        "grammar_timeout", "DEEPINFER_XGRAMMAR_TIMEOUT", None, kinds.whole(1), 20,
+        "Seconds to compile a grammar, whatever library does it", official=True, advanced=True,
+    ),
+    Setting(
         "log_level", "DEEPINFER_LOG", "--log-level",
         kinds.choice("debug", "info", "warning", "error"), "warning",
         "How much to say on stderr; -v = info", "Output", advanced=True,
@@ -249,7 +253,6 @@ _RECOGNISED = {
     "SAMPLER_FORCE_TOPK": "Force this top-k",
     "DECODE_TOKEN_BLACKLIST": "Ids never sampled",
     "COMPUTE_SUM_SMALLER_PROBS": "Return the mass below the chosen token",
-    "XGRAMMAR_TIMEOUT": "Seconds to compile a grammar",
     "XGRAMMAR_DISABLE_CACHE": "No grammar cache",
     "XGRAMMAR_CACHE_LIMIT_BYTES": "Grammar cache size",
     "XGRAMMAR_DEBUG": "Grammar debugging",

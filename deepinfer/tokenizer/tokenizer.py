@@ -64,12 +64,21 @@ class Tokenizer:
         Raises UsageError for text that has no UTF-8 form (a lone surrogate).
         """
         try:
-            ids = self._encoder.encode(text, add_special_tokens=False).ids
+            ids = self.encode_plain(text)
         except (TypeError, UnicodeError):
             raise UsageError(
                 "prompt-not-text", "the prompt has half of a surrogate pair and is no valid text"
             ) from None
         return ids if self.bos_id is None else [self.bos_id, *ids]
+
+    def encode_plain(self, text: str) -> list[int]:
+        """The same without BOS, for text that has a UTF-8 form."""
+        return self._encoder.encode(text, add_special_tokens=False).ids
+
+    @property
+    def special_names(self) -> dict[int, str]:
+        """Id of every special token, and how it is written."""
+        return {token: self._added[token] for token in self._special}
 
     def special(self, text: str) -> int | None:
         """The id of a special token written so, which `encode` never makes of a text."""

@@ -295,7 +295,7 @@ def idle(llm: LLM) -> bool:
         and not policy.waiting
         and not policy.batch.members
         and not policy.preempted
-        and not (llm._running or llm._flight or llm._landed or llm._leaving)
+        and not (llm._running or llm._parked or llm._flight or llm._landed or llm._leaving)
         and not any(llm._kinds.values())
         and llm._device._held is None
         and (planner is None or not planner._chosen)

@@ -32,7 +32,8 @@ TORCH_FREE = (
     "deepinfer.speculative.temperatures", "deepinfer.report.trace_views",
     "deepinfer.report.figures", "deepinfer.report.bench", "deepinfer.report.bench_plots",
     "deepinfer.report.bench_compare", "deepinfer.report.bench_bars",
-    "deepinfer.tokenizer.tokenizer", "deepinfer.cli.main", "deepinfer.cli.checks",
+    "deepinfer.structured.grammar", "deepinfer.tokenizer.tokenizer",
+    "deepinfer.cli.main", "deepinfer.cli.checks",
     "deepinfer.bench.axes", "deepinfer.bench.metrics", "deepinfer.bench.files",
     "deepinfer.bench.savings", "deepinfer.bench.synthetic",
 )  # fmt: skip
@@ -177,7 +178,8 @@ def test_metadata():
     assert project["requires-python"] == ">=3.11"
     needed = {line.split(">")[0].split("<")[0] for line in project["dependencies"]}
     assert needed == {
-        "torch", "numpy", "safetensors", "tokenizers", "typer", "rich", "pandas", "matplotlib",
+        "torch", "numpy", "safetensors", "llguidance", "tokenizers", "typer", "rich", "pandas",
+        "matplotlib",
     }  # fmt: skip
     extras = project["optional-dependencies"]
     # torch-npu beside a torch of another kind breaks `import torch`: never in what tests install.

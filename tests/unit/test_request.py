@@ -113,8 +113,10 @@ def test_what_an_answer_must_look_like():
     assert SamplingParams(structured=given).structured is given and hash(given)
     assert SamplingParams(structured={"json_schema": '{"a":1}'}).structured.source == '{"a":1}'
     assert SamplingParams(structured={"regex": "a+"}).structured == Structured("regex", "a+")
-    for wrong in (dict(kind="xml", source="a"), dict(kind="regex", source=5),
-                  dict(kind="regex", source="a", after=[-1]), dict(kind="lark", source="", after=3)):  # fmt: skip
+    for wrong in (
+        dict(kind="xml", source="a"), dict(kind="regex", source=5),
+        dict(kind="regex", source="a", after=[-1]), dict(kind="lark", source="", after=3),
+    ):  # fmt: skip
         with pytest.raises(UsageError, match="structured"):
             Structured(**wrong)
 

@@ -138,7 +138,7 @@ def test_di_52_misspelt_name_gets_the_nearest_known_one():
 
 def test_official_names_without_use_get_one_line_each():
     names = [s.variable for s in SETTINGS if not s.used]
-    assert len(names) == 20
+    assert len(names) == 19
     settings = resolve({}, environ=dict.fromkeys(names, "anything"))
     assert sorted(settings.warnings) == sorted(
         f"`{name}` is an official setting that this toolkit does not use" for name in names

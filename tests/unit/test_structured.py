@@ -1,0 +1,342 @@
+"""Grammars and the constraint of one answer: the library's reading of tokens, limits, rollback."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from deepinfer.core.request import Structured
+from deepinfer.engine.assembly import embedded_model
+from deepinfer.errors import UsageError
+from deepinfer.structured import grammar
+from deepinfer.structured.compiler import Compiler
+from deepinfer.structured.constraint import Constraint, leaves
+from deepinfer.tokenizer.tokenizer import Tokenizer
+
+EOS, VOCAB = 1, 4096
+HUGE = 2**64 - 1
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer(embedded_model() / "tokenizer.json", 0, VOCAB)
+
+
+@pytest.fixture(scope="module")
+def tokens(tokenizer):
+    return grammar.vocabulary(tokenizer, VOCAB, (EOS,))
+
+
+def schema(value: object) -> Structured:
+    return Structured("json_schema", json.dumps(value))
+
+
+def constraint(asked: Structured, tokens) -> Constraint:
+    return Constraint(grammar.compiled(asked, tokens), (EOS,), asked.after)
+
+
+def ids_of(mask) -> list[int]:
+    return np.unpackbits(mask, bitorder="little").nonzero()[0].tolist()
+
+
+def matches(asked: Structured, text: str, tokens, tokenizer) -> bool:
+    """Is a text one that may be the whole answer?"""
+    follows = constraint(asked, tokens)
+    for token in tokenizer.encode_plain(text):
+        if token not in ids_of(follows.allowed()):
+            return False
+        follows.push(token)
+    return EOS in ids_of(follows.allowed()) and follows.complete
+
+
+def test_the_library_reads_the_vocabulary_as_we_do(tokens, tokenizer):
+    assert tokens.vocab_size == VOCAB and tokens.eos_tokens == [EOS]
+    for token in range(VOCAB):
+        special = token in tokenizer.special_names
+        ours = tokenizer.special_names[token].encode() if special else tokenizer.token_bytes(token)
+        if ours == b"\xff":
+            continue  # begins the library's names of special tokens; no text has it
+        assert tokens.is_special_token(token) == special
+        assert tokens.decode_bytes([token]) == ours
+    text = 'größe 🚀 {"a": [1, 2]}</think>'
+    assert tokens.tokenize_str(text) == tokenizer.encode_plain(text)
+    wider = grammar.vocabulary(tokenizer, VOCAB + 100, (EOS,))
+    assert len(constraint(schema({}), wider).allowed()) * 8 >= VOCAB + 100
+
+
+def test_the_text_of_a_special_token_stays_text(tokens, tokenizer):
+    """Forced strings are where a library may turn it into the token."""
+    for asked in (schema({"const": "a</think>b"}), Structured("regex", "x</think><｜User｜>y")):
+        follows, made = constraint(asked, tokens), []
+        while ids_of(follows.allowed()) != [EOS]:
+            made.append(ids_of(follows.allowed())[0])
+            follows.push(made[-1])
+        assert "</think>" in tokenizer.decode(made) and follows.complete
+        assert not set(made) & set(tokenizer.special_names)
+
+
+def test_di_29_what_is_wrong_is_named(tokens):
+    def one_of(depth):
+        part = {"type": "integer"}
+        for at in range(depth):
+            part = {"oneOf": [part, {"type": "string", "maxLength": at + 1}]}
+        return schema(part)
+
+    cases = [
+        (Structured("gbnf", "root ::= root"), "grammar-unsupported", "leads only to itself"),
+        (Structured("lark", "start: start"), "grammar-unsupported", "leads only to itself"),
+        (schema({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}),
+         "schema-unsupported", '$ref "#/$defs/a" at #'),
+        (schema({"properties": {"v": {"type": "array", "minItems": HUGE, "maxItems": HUGE}}}),
+         "schema-unsupported", f"minItems {HUGE} at #/properties/v"),
+        (schema({"maxLength": HUGE}), "schema-unsupported", f"maxLength {HUGE} at #"),
+        (Structured("regex", "a{1000000}"), "regex-unsupported", "in a{1000000}"),
+        (Structured("regex", "((a{1000}){1000}){1000}"), "regex-unsupported", "a{1000}"),
+        (Structured("regex", "a{100000}"), "regex-unsupported", "in a{100000}"),
+        (Structured("regex", "["), "regex-unsupported", "unclosed character class"),
+        (schema({"items": {"pattern": "["}}), "schema-unsupported", 'pattern "[" at #/items'),
+        (one_of(12), "schema-unsupported", '"oneOf" at #, which is not supported'),
+        (schema({"type": "object", "properties": {"age": {"not": {}}}}), "schema-unsupported",
+         'the JSON schema uses "not" at #/properties/age, which is not supported'),
+        (schema({"$ref": "#/$defs/b"}), "schema-unsupported", '$ref "#/$defs/b" at #'),
+        (schema({"properties": {"d": {"format": "datum"}}}), "schema-unsupported",
+         'format "datum" at #/properties/d'),
+        (schema([1]), "schema-unsupported", "an object or true, got [1]"),
+        (Structured("json_schema", "{"), "schema-unsupported", "it is not JSON"),
+        (Structured("json_schema", '{"items":' * 100_000), "schema-unsupported", "nested"),
+        (Structured("gbnf", "root ::= " + "(" * 100_000), "grammar-unsupported", "recursion"),
+        (Structured("lark", "start: ["), "grammar-unsupported", "Expected token"),
+        (Structured("regex", "a" * (grammar.LONGEST + 1)), "regex-unsupported", "1,048,577"),
+    ]  # fmt: skip
+    for asked, code, said in cases:
+        began = time.monotonic()
+        with pytest.raises(UsageError) as caught:
+            grammar.compiled(asked, tokens)
+        assert caught.value.code == code and said in str(caught.value), str(caught.value)
+        assert len(str(caught.value)) < 1000 and time.monotonic() - began < 10
+
+
+def test_what_needs_no_model_is_known_before_there_is_one(tokens):
+    for asked in (Structured("regex", "["), schema({"not": {}}), Structured("lark", "start: [")):
+        with pytest.raises(UsageError) as early:
+            grammar.check(asked)
+        with pytest.raises(UsageError) as late:
+            grammar.compiled(asked, tokens)
+        assert str(early.value) == str(late.value)
+    for asked in (Structured("regex", "[a-z]+"), schema({}), Structured("gbnf", 'root ::= "a"+')):
+        grammar.check(asked)
+
+
+def test_all_that_is_called_supported_is(tokens):
+    values = dict(
+        type="string", enum=[1], const=1, properties={"a": {}}, required=["a"], pattern="a",
+        additionalProperties=False, patternProperties={"^a": {}}, minProperties=1, maxProperties=2,
+        items={}, prefixItems=[{}], minItems=1, maxItems=2, minLength=1, maxLength=2, minimum=1,
+        format="date", maximum=2, exclusiveMinimum=1, exclusiveMaximum=2, multipleOf=2,
+        anyOf=[{"const": 1}, {}], allOf=[{}], oneOf=[{"type": "string"}, {"type": "null"}],
+    )  # fmt: skip
+    values |= {"$ref": "#/$defs/a", "$defs": {"a": {}}}
+    named = [part.split()[0] for part in grammar.SUPPORTED.split(", ")]
+    assert named == [*values] or sorted(named) == sorted(values)
+    for key, value in values.items():
+        grammar.compiled(schema({key: value, "$defs": {"a": {}}}), tokens)
+
+
+@pytest.mark.parametrize(
+    ("asked", "good", "bad"),
+    [
+        (Structured("regex", r"^[^\n]{1,129}$"), ["a", "é" * 129], ["", "a" * 130, "a\n"]),
+        (schema({"type": "string", "pattern": r"^[^\n]{1,129}$"}), ['"a"'], ['"' + "a" * 130]),
+        (schema({"maxLength": 2, "type": "string"}), ['"🚀🚀"', '""'], ['"🚀🚀🚀"', '"abc"']),
+        (schema(True), ["1", "{}"], ["", "tru"]),
+        (schema({}), ["1", "null", '{"a": [1, {}]}', '"x"', "-1.5e3"], ["", "{", "nul", "01"]),
+        (schema({"type": "object"}), ["{}", '{\n  "a": 1\n}'],
+         ["[]", "{\n\n}", "{  }", "{}\n", ' {"a": 1}']),
+        (Structured("gbnf", 'root ::= "a" ("b" | root)'), ["ab", "aab"], ["a", "abb"]),
+        (Structured("lark", 'start: "a"+ NUM\nNUM: /[0-9]+/'), ["aa1"], ["1", "aa"]),
+        (Structured("regex", "(a+)+"), ["a", "aaaa"], ["", "ab"]),
+        (Structured("regex", "(a+)+$"), ["a", "aaaa"], ["", "ab"]),
+    ],
+)  # fmt: skip
+def test_what_a_grammar_accepts(asked, good, bad, tokens, tokenizer):
+    for text in good:
+        assert matches(asked, text, tokens, tokenizer), text
+    for text in bad:
+        assert not matches(asked, text, tokens, tokenizer), text
+
+
+NESTED = {
+    "type": "object", "required": ["name", "sizes"], "additionalProperties": False,
+    "properties": {
+        "name": {"type": "string", "pattern": "^[a-zé]{2,8}$"},
+        "sizes": {"type": "array", "items": {"type": "number"}, "maxItems": 5},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("after", [(), (7,), (60, 61, 60)], ids=len)
+def test_masks_depend_on_the_tokens_alone(after, tokens):
+    """Any walk of tokens and drafts, legal and not, gives the masks of a fresh reading."""
+    asked = replace(schema(NESTED), after=after)
+    start = grammar.compiled(asked, tokens)
+    rng = random.Random(5)
+
+    def fresh(answer):
+        reader = Constraint(start, (EOS,), after)
+        for token in answer:
+            reader.push(token)
+        return reader.allowed()
+
+    reached = 0
+    for _ in range(5):
+        walker, answer = Constraint(start, (EOS,), after), []
+        while len(answer) < 30:
+            drafts = []
+            for _ in range(rng.randrange(7)):
+                mask = walker.allowed(drafts)
+                if rng.random() < 0.1:
+                    drafts = drafts[: rng.randrange(len(drafts) + 1)]  # another path
+                    mask = walker.allowed(drafts)
+                legal = [60, 61, 7, *after] if mask is None else ids_of(mask)
+                drafts.append(rng.choice(legal or [-1, 3, EOS]))
+                if rng.random() < 0.1:
+                    drafts[-1] = rng.choice([-1, EOS, 3, 5, 2000])
+            for count in range(len(drafts) + 1):
+                mask = walker.allowed(drafts[:count])
+                if any(token < 0 or token == EOS for token in drafts[:count]) and mask is not None:
+                    continue
+                if all(
+                    (m := fresh([*answer, *drafts[:at]])) is None or drafts[at] in ids_of(m)
+                    for at in range(count)
+                ):
+                    wanted = fresh([*answer, *drafts[:count]])
+                    assert (mask is None) == (wanted is None)
+                    assert mask is None or (mask == wanted).all()
+                    reached += mask is not None
+                elif mask is not None:
+                    assert not mask.any(), "behind what may not stand, nothing may"
+            stand = 0
+            while stand < len(drafts) and rng.random() < 0.8:
+                mask = fresh([*answer, *drafts[:stand]])
+                if drafts[stand] in (-1, EOS):
+                    break
+                if mask is not None and drafts[stand] not in ids_of(mask):
+                    break
+                stand += 1
+            own = fresh([*answer, *drafts[:stand]])
+            own = rng.choice([60, 61, 7] if own is None else ids_of(own))
+            if own == EOS:
+                break
+            for token in (*drafts[:stand], own):
+                walker.push(token)
+                answer.append(token)
+    assert reached > 50
+
+
+def test_it_holds_from_the_token_behind_the_last_of_after_on(tokens):
+    asked = Structured("regex", "ab", after=(6, 7))
+    follows = constraint(asked, tokens)
+    assert follows.allowed() is None and follows.allowed([6]) is None
+    assert follows.allowed([7, 6]) is None and follows.allowed([6, 7]) is not None
+    assert follows.allowed([6, 5, 7]) is None and not follows.complete
+    for token in (7, 6, 6):
+        follows.push(token)
+        assert follows.allowed() is None
+    held = follows.allowed([7])
+    follows.push(7)
+    assert (follows.allowed() == held).all() and not follows.complete
+    while ids_of(follows.allowed()) != [EOS]:
+        follows.push(ids_of(follows.allowed())[0])
+    assert follows.complete
+
+
+def test_a_limit_met_by_a_draft_that_falls_harms_nobody(tokens, monkeypatch):
+    """The library gives a matcher up for good; the answer goes on with another one."""
+    start = grammar.compiled(Structured("regex", "[ab]{3,9}"), tokens)
+
+    class Fragile:
+        """Breaks at the first mask behind "bb"."""
+
+        def __init__(self, matcher, taken=()):
+            self.matcher, self.taken, self.broken = matcher, list(taken), False
+
+        def deep_copy(self):
+            return Fragile(self.matcher.deep_copy(), self.taken)
+
+        def try_consume_tokens(self, some):
+            self.taken += some
+            return self.matcher.try_consume_tokens(some)
+
+        consume_tokens = try_consume_tokens
+
+        def rollback(self, count):
+            assert not self.broken
+            del self.taken[-count:]
+            return self.matcher.rollback(count)
+
+        def compute_bitmask(self):
+            self.broken |= self.taken[-2:] == [b, b]
+            return self.matcher.compute_bitmask()
+
+        def is_error(self):
+            return self.broken
+
+        def get_error(self):
+            return "too many expressions\n<state>"
+
+        def is_accepting(self):
+            return self.matcher.is_accepting()
+
+    a, b = (tokens.tokenize_str(letter)[0] for letter in "ab")
+    follows = Constraint(Fragile(start), (EOS,), ())
+    follows.push(a)
+    assert not follows.allowed([b, b]).any() and not follows.allowed([b, b, a]).any()
+    assert follows.problem is None
+    whole = Constraint(start, (EOS,), ())
+    for token in (a, b, a):
+        whole.push(token)
+    assert (follows.allowed([b, a]) == whole.allowed()).all()
+    for token in (b, b):
+        follows.push(token)
+    assert not follows.allowed().any() and not follows.complete
+    assert follows.problem.code == "grammar-too-complex"
+    assert "too many expressions" in str(follows.problem)
+
+
+def test_what_a_mask_leaves():
+    mask = np.array([0b00000110, 0, 0b10000000], dtype=np.uint8)
+    assert leaves(mask, [1, 2]) and not leaves(mask, [1, 2, 23, 9]) and mask.any()
+
+
+def test_a_late_grammar_is_given_up_and_others_go_on(tokenizer):
+    hold, made = threading.Event(), []
+
+    def make(asked, tokens):
+        made.append(asked.source)
+        if asked.source.startswith("slow"):
+            hold.wait(30)
+        return grammar.compiled(asked, tokens)
+
+    compiler = Compiler(tokenizer, VOCAB, (EOS,), timeout=0.2, make=make)
+    slow = [compiler.ask(Structured("regex", f"slow{at}")) for at in range(3)]
+    quick = compiler.ask(Structured("regex", "quick"))
+    began = time.monotonic()
+    while not (quick.ended and all(one.ended for one in slow)):
+        compiler.wait([one for one in (quick, *slow) if not one.ended])
+    assert time.monotonic() - began < 5
+    assert {one.problem.code for one in slow} == {"grammar-timeout"} and quick.problem is None
+    assert "0.2 s" in slow[0].problem.message
+    hold.set()
+    # Equal sources are compiled once; another kind, or another source, is another grammar.
+    again = compiler.ask(Structured("regex", "quick", after=(5,)))
+    assert again is quick and again.begin((5,)).allowed() is None
+    other = compiler.ask(Structured("lark", "quick"))
+    compiler.wait([other])
+    assert other is not quick and other.problem.code == "grammar-unsupported"
+    assert made.count("quick") == 2
