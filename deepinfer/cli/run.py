@@ -72,6 +72,9 @@ def command(
     seed: sampling.Seed = None,
     stop: sampling.Stop = None,
     logprobs: sampling.Logprobs = None,
+    schema: sampling.Schema = None,
+    regex: sampling.Regex = None,
+    grammar: sampling.Grammar = None,
     json_mode: Json = False,
     quiet: Quiet = False,
     stats: Annotated[
@@ -105,6 +108,7 @@ def command(
         top_k=top_k,
         min_p=min_p,
         logprobs=logprobs,
+        structured=sampling.structured(schema, regex, grammar),
     )
     if settings.model_dir is None:
         output.note("using the embedded model; -m DIR runs another", "dim")
@@ -115,6 +119,11 @@ def command(
     result = _generate(output, settings, text, params)
     if result.error is not None:
         raise result.error.raised()
+    if result.complete is False:
+        output.warn(
+            f"cut after {result.usage.completion_tokens} tokens: the text is not complete; "
+            "--max-tokens N allows more"
+        )
     if json_mode:
         from deepinfer.device.detect import find
         from deepinfer.report.records import document

@@ -1,28 +1,36 @@
 """Sampling options, shared by every command that generates text.
 
 Comes in: nothing. Goes out: annotated option types, and `sampling` which makes SamplingParams of
-what was typed. Defaults live in SamplingParams; the texts here repeat them for readers.
+what was typed, `structured` what an answer must look like. Defaults live in SamplingParams; the
+texts here repeat them for readers.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from deepinfer.errors import UsageError
+
 if TYPE_CHECKING:
-    from deepinfer.core.request import SamplingParams
+    from deepinfer.core.request import SamplingParams, Structured
 
 __all__ = [
+    "Grammar",
     "Logprobs",
     "MaxTokens",
     "MinP",
+    "Regex",
+    "Schema",
     "Seed",
     "Stop",
     "Temperature",
     "TopK",
     "TopP",
     "sampling",
+    "structured",
 ]
 
 
@@ -94,8 +102,63 @@ Logprobs = Annotated[
     ),
 ]
 
+Schema = Annotated[
+    str | None,
+    _option(
+        "--schema", metavar="JSON", hidden=True, help="Answer with JSON of this schema (or FILE)."
+    ),
+]
+Regex = Annotated[
+    str | None,
+    _option("--regex", metavar="REGEX", hidden=True, help="Answer with a text it matches."),
+]
+Grammar = Annotated[
+    str | None,
+    _option("--grammar", metavar="FILE", hidden=True, help="Answer by a Lark or GBNF grammar."),
+]
 
-def sampling(stop: list[str] | None, seed: int | None, **typed: float | None) -> SamplingParams:
+
+def structured(schema: str | None, regex: str | None, grammar: str | None) -> Structured | None:
+    """What the answer must look like, if that was typed, read and checked; raises UsageError.
+
+    A schema that begins with a brace is the schema, any other one is its file. A grammar with `::=`
+    is GBNF.
+    """
+    given = {"--schema": schema, "--regex": regex, "--grammar": grammar}
+    named = [name for name, value in given.items() if value is not None]
+    if not named:
+        return None
+    if len(named) > 1:
+        raise UsageError(
+            "bad-usage", f"{named[0]} cannot be used with {named[1]}", hint="leave one out"
+        )
+    from deepinfer.core.request import Structured
+    from deepinfer.structured.grammar import check
+
+    if schema is not None:
+        inline = schema.lstrip().startswith("{")
+        made = Structured("json_schema", schema if inline else _read(schema, "--schema"))
+    elif grammar is not None:
+        source = _read(grammar, "--grammar")
+        made = Structured("gbnf" if "::=" in source else "lark", source)
+    else:
+        made = Structured("regex", regex or "")
+    check(made)
+    return made
+
+
+def _read(name: str, flag: str) -> str:
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except (OSError, ValueError) as problem:
+        why = problem.strerror if isinstance(problem, OSError) else "it is not UTF-8 text"
+        hint = f"{flag} FILE" + (", or the schema itself in braces" if flag == "--schema" else "")
+        raise UsageError(
+            "grammar-file", f"{name} cannot be read", [why or str(problem), f"from {flag}"], hint
+        ) from None
+
+
+def sampling(stop: list[str] | None, seed: int | None, **typed: Any) -> SamplingParams:
     """SamplingParams of what was typed; raises UsageError. The seed of one prompt is its own."""
     from deepinfer.core.request import SamplingParams
 

@@ -61,6 +61,7 @@ class FakeLLM:
             seed=params.seq_seed if isinstance(params.seq_seed, int) else 18446,
             batch_invariant=False,
             settings=self.settings.as_json(),
+            complete=None if params.structured is None else False,
         )
 
     def close(self):

@@ -57,6 +57,43 @@ def test_sampling_options_arrive(cli, fake_llm):
     assert fake_llm.asked["closed"] is True
 
 
+def test_what_an_answer_must_look_like_arrives(cli, fake_llm, tmp_path, valid):
+    files = {"s.json": '{"type": "integer"}', "g.lark": "start: /a+/", "g.gbnf": 'root ::= "a"'}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    for option, value, kind, source in (
+        ("--schema", '{"enum": ["ä"]}', "json_schema", '{"enum": ["ä"]}'),
+        ("--schema", tmp_path / "s.json", "json_schema", files["s.json"]),
+        ("--regex", "[a-z]{2}", "regex", "[a-z]{2}"),
+        ("--grammar", tmp_path / "g.lark", "lark", files["g.lark"]),
+        ("--grammar", tmp_path / "g.gbnf", "gbnf", files["g.gbnf"]),
+    ):
+        done = cli("run", "-p", "hi", option, value, "--json")
+        assert done.status == 0, done.err
+        given = fake_llm.asked["params"].structured
+        assert (given.kind, given.source, given.after) == (kind, source, ())
+        assert valid("run", json.loads(done.out))["complete"] is False
+        assert "warning: cut after 2 tokens: the text is not complete" in done.err
+
+
+@pytest.mark.parametrize(("args", "said"), [
+    (("--schema", '{"properties": {"age": {"not": {}}}}'),
+     ['error: the JSON schema uses "not" at #/properties/age, which is not supported',
+      "  supported: type, enum,"]),
+    (("--schema", "{"), ["error: the JSON schema cannot be used", "  it is not JSON"]),
+    (("--schema", "nowhere.json"), ["error: nowhere.json cannot be read", "  from --schema"]),
+    (("--grammar", "nowhere.lark"), ["error: nowhere.lark cannot be read", "hint: --grammar FILE"]),
+    (("--regex", "["), ["error: the regular expression cannot be used", "unclosed", "  in ["]),
+    (("--regex", "a", "--schema", "{}"), ["error: --schema cannot be used with --regex", "hint:"]),
+])  # fmt: skip
+def test_what_cannot_be_asked_of_an_answer_is_known_before_the_model(cli, fake_llm, args, said):
+    fake_llm.asked = {}
+    for more in ((), ("--dry-run",)):
+        done = cli("run", "-p", "hi", *args, *more)
+        assert (done.status, done.out) == (2, "") and not fake_llm.asked
+        assert all(line in done.err for line in said), done.err
+
+
 @pytest.mark.parametrize(("option", "value"), [
     ("-n", "-1"), ("-n", "x"), ("-t", "-0.1"), ("-t", "nan"), ("--top-p", "1.1"),
     ("--top-p", "0"), ("--top-k", "-1"), ("--seed", "-1"), ("--seed", str(2**64)), ("--stop", ""),
