@@ -26,7 +26,7 @@ from deepinfer.engine.assembly import Parts
 from deepinfer.errors import DeepinferError
 from deepinfer.sampling.logits import Row
 from deepinfer.speculative.proposal import Counts
-from deepinfer.structured.constraint import Constraint, leaves
+from deepinfer.structured.constraint import Constraint, Mask, leaves
 from deepinfer.tokenizer.tokenizer import StopText
 
 
@@ -37,9 +37,10 @@ class Answer:
     highest: tokens that were in memory at some time, the first `cached` of them from a prefix hit;
     replayed: rows run again to refill windows after it; recomputed: other rows run again.
     keep_rows: collect the logits of every row in `kept`. counts: of its drafts. constraint: what
-    its grammar allows next. slot: where its tokens are found while it decodes. followed: it is read
-    after every step; told: what chooses its tokens depends on those before. ended: why its newest
-    token is the last one. Times are clock readings in seconds.
+    its grammar allows next. slot: where its tokens are found while it decodes. told: what chooses
+    its tokens depends on those before; followed: so does its end or what is told of it, and it is
+    looked at after every step. ended: why its newest token is the last one. Times are clock
+    readings in seconds.
     """
 
     sequence: Generation
@@ -70,10 +71,9 @@ class Answer:
     def __post_init__(self) -> None:
         params = self.sequence.request.params
         self.text = StopText(self.parts.tokenizer, params.stop)
-        self.told = bool(
-            params.penalised or params.logit_bias or params.min_tokens or params.structured
-        )
-        self.followed = self.told or bool(params.stop) or params.logprobs is not None
+        shifted = bool(params.penalised or params.logit_bias or params.min_tokens)
+        self.told = shifted or params.structured is not None
+        self.followed = shifted or bool(params.stop) or params.logprobs is not None
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -118,17 +118,24 @@ class Answer:
                 self.kept.clear()
             self.kept.append(rows.to("cpu", torch.float32))
 
-    def row(self, drafts: Sequence[int] = ()) -> Row:
-        """What the sampler must know to choose the token behind the newest one and `drafts`."""
+    def allowed(self, drafts: Sequence[int]) -> Mask:
+        """What its grammar allows behind the newest token and `drafts`."""
+        return self.constraint.allowed(drafts) if self.constraint else None
+
+    def row(self, drafts: Sequence[int]) -> Row | None:
+        """What the sampler must know to choose the token behind the newest one and `drafts`, where
+        that is more than a grammar."""
         sequence, request = self.sequence, self.sequence.request
         params = request.params
+        if not (params.penalised or params.logit_bias or params.min_tokens):
+            return None
         forbidden: tuple[int, ...] = ()
         if sequence.generated + len(drafts) < params.min_tokens:
             forbidden = params.stop_token_ids
             if not params.ignore_eos:
                 forbidden += self.parts.eos_ids
-        allowed = self.constraint.allowed(drafts) if self.constraint else None
-        if forbidden and allowed is not None and not leaves(allowed, forbidden):
+        allowed = self.allowed(drafts) if forbidden else None
+        if allowed is not None and not leaves(allowed, forbidden):
             forbidden = ()  # the grammar is over: an answer may be too short, but not go on
         counts = sequence.counts
         if drafts and params.penalised:
@@ -141,7 +148,6 @@ class Answer:
             seen=request.prompt_ids if params.repetition_penalty != 1 else (),
             counts=counts,
             attempt=sequence.preemptions,
-            allowed=allowed,
         )
 
     def ends(self, token: int) -> bool:

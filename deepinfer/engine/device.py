@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -30,8 +31,15 @@ from deepinfer.speculative import share
 from deepinfer.speculative.drafter import Drafted, draft
 from deepinfer.speculative.verify import verify
 
-Told = Callable[[Sequence[int]], Row]
-"""The sampling row of a request behind its newest token and these drafts."""
+
+class Told(Protocol):
+    """A request whose rows only the host can make, behind its newest token and these drafts."""
+
+    def row(self, drafts: Sequence[int]) -> Row | None:
+        """What changes its logits; None: nothing does."""
+
+    def allowed(self, drafts: Sequence[int]) -> np.ndarray | None:
+        """Bits of the ids that its grammar allows; None: all."""
 
 
 @dataclass(slots=True)
@@ -162,7 +170,8 @@ class Device:
         first, of, behind, chosen = self._choosing(step, rows, logits)
         flight = Flight(step, slots, logits, chosen, first, marks)
         columns = live.columns(slots, behind, drawing, of)
-        columns = self._changed(columns, step, told, first)
+        if told:
+            columns = self._judged(columns, step, told, first)
         if step.finishing:
             shares = torch.cat((shares, shares.new_zeros(len(step.finishing))))
         found = _NOBODY
@@ -313,12 +322,11 @@ class Device:
             if not told:
                 return columns
             ids = before.tolist()
-            changed = {
-                at: told[sequence](ids[at])
+            return _changed(columns, [
+                (at, told[sequence], ids[at])
                 for at, sequence in enumerate(step.choosing)
                 if sequence in told
-            }
-            return replace(columns, changed=changed)
+            ])  # fmt: skip
 
         return draft(
             self._parts.runner.draft_block(slots, live.last[slots], length - 2, live.first[slots]),
@@ -406,24 +414,22 @@ class Device:
         behind = torch.cat((rows.behind, torch.zeros_like(more)))
         return torch.cat((rows.offsets, more)), of, behind, part
 
-    def _changed(
+    def _judged(
         self,
         columns: Rows,
         step: Step,
         told: Mapping[Generation, Told],
         first: torch.Tensor,
     ) -> Rows:
-        if not told:
-            return columns
-        changed = {}
+        rows = []
         starts = first.tolist()
         ends = [*starts[1:], len(columns.seed)]
         for at, sequence in enumerate(step.choosing):
             if sequence in told:
                 drafts = self.live.drafts[sequence.slot].tolist()
                 for row in range(starts[at], ends[at]):
-                    changed[row] = told[sequence](drafts[: row - starts[at]])
-        return replace(columns, changed=changed)
+                    rows.append((row, told[sequence], drafts[: row - starts[at]]))
+        return _changed(columns, rows)
 
     def _scores(self, slots: torch.Tensor, most: int) -> torch.Tensor | None:
         if not most or self._held is None or self._held.scores is None:
@@ -435,3 +441,15 @@ class Device:
         """Queue copies of what was found to the host."""
         flight.copies |= {name: receive(tensor) for name, tensor in found.items()}
         flight.done = self.clock.mark()
+
+
+def _changed(columns: Rows, rows: Sequence[tuple[int, Told, Sequence[int]]]) -> Rows:
+    """With what requests say of these rows, behind these drafts."""
+    changed, allowed = {}, {}
+    for at, told, drafts in rows:
+        row, mask = told.row(drafts), told.allowed(drafts)
+        if row is not None:
+            changed[at] = row
+        if mask is not None:
+            allowed[at] = mask
+    return replace(columns, changed=changed, allowed=allowed)

@@ -538,7 +538,7 @@ class LLM:
         if not self._kinds["told"]:
             return {}
         return {
-            sequence: self._running[sequence][0].row
+            sequence: self._running[sequence][0]
             for sequence in step.choosing
             if sequence in self._running and self._running[sequence][0].told
         }
@@ -678,7 +678,8 @@ class LLM:
         answer.highest = max(answer.highest, computed)
         landed.advanced.append((sequence, sequence.preemptions, computed))
         next_page = computed // size * size + size + 1
-        self._log.tell[answer.slot] = 0 if answer.followed else min(next_page, sequence.request.end)
+        told = answer.followed or answer.told
+        self._log.tell[answer.slot] = 0 if told else min(next_page, sequence.request.end)
 
     def _catch_up(self, answer: Answer) -> None:
         """Read what an answer got so far, before its slot is another's; but not of a step that

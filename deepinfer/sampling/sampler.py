@@ -27,7 +27,7 @@ _BLOCK_DEVICE = 1 << 22  # where starting work costs more than its temporaries
 def sample(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
     """One id per row of float32 logits [rows, vocab], int64 [rows]; -1 if the row is not finite, or
     nothing is left to choose."""
-    if not rows.drawn and not rows.changed:
+    if not (rows.drawn or rows.changed or rows.allowed):
         # torch promises the first of equal maxima, hence the lowest id
         return torch.where(_finite(logits), logits.argmax(dim=-1), -1)
     ids = torch.empty_like(rows.position)
