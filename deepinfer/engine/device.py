@@ -171,7 +171,7 @@ class Device:
         flight = Flight(step, slots, logits, chosen, first, marks)
         columns = live.columns(slots, behind, drawing, of)
         if told:
-            columns = self._judged(columns, step, told, first)
+            columns = self._judged(columns, flight, told)
         if step.finishing:
             shares = torch.cat((shares, shares.new_zeros(len(step.finishing))))
         found = _NOBODY
@@ -414,21 +414,15 @@ class Device:
         behind = torch.cat((rows.behind, torch.zeros_like(more)))
         return torch.cat((rows.offsets, more)), of, behind, part
 
-    def _judged(
-        self,
-        columns: Rows,
-        step: Step,
-        told: Mapping[Generation, Told],
-        first: torch.Tensor,
-    ) -> Rows:
+    def _judged(self, columns: Rows, flight: Flight, told: Mapping[Generation, Told]) -> Rows:
         rows = []
-        starts = first.tolist()
+        starts = flight.first.tolist()
         ends = [*starts[1:], len(columns.seed)]
-        for at, sequence in enumerate(step.choosing):
+        drafts = self.live.drafts[flight.slots].tolist()
+        for at, sequence in enumerate(flight.step.choosing):
             if sequence in told:
-                drafts = self.live.drafts[sequence.slot].tolist()
                 for row in range(starts[at], ends[at]):
-                    rows.append((row, told[sequence], drafts[: row - starts[at]]))
+                    rows.append((row, told[sequence], drafts[at][: row - starts[at]]))
         return _changed(columns, rows)
 
     def _scores(self, slots: torch.Tensor, most: int) -> torch.Tensor | None:

@@ -230,7 +230,7 @@ def process(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
     the same. The distribution drawn from is softmax of a processed row.
     """
     if rows.allowed:
-        logits = _masked(logits, rows.allowed)
+        logits = masked(logits, rows.allowed)
     x = logits.to(torch.float64, copy=True)
     for at, row in rows.changed.items():
         _shift(x[at], row)
@@ -244,7 +244,7 @@ def process(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
     return x
 
 
-def _masked(logits: torch.Tensor, allowed: Mapping[int, np.ndarray]) -> torch.Tensor:
+def masked(logits: torch.Tensor, allowed: Mapping[int, np.ndarray]) -> torch.Tensor:
     """float32 logits [rows, vocab], -inf where the bits of a row leave an id out."""
     vocab, device = logits.shape[-1], logits.device
     [bits] = send([np.concatenate(list(allowed.values()))], device)

@@ -18,7 +18,7 @@ import torch
 from deepinfer.core.request import TokenLogprob
 from deepinfer.core.step import Likelihoods
 from deepinfer.sampling import rng
-from deepinfer.sampling.logits import Rows, log_normaliser, masses, process
+from deepinfer.sampling.logits import Rows, log_normaliser, masked, masses, process
 
 _BLOCK = 1 << 18  # elements worked on at once: float64 temporaries that stay in a cache
 _BLOCK_DEVICE = 1 << 22  # where starting work costs more than its temporaries
@@ -27,9 +27,13 @@ _BLOCK_DEVICE = 1 << 22  # where starting work costs more than its temporaries
 def sample(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
     """One id per row of float32 logits [rows, vocab], int64 [rows]; -1 if the row is not finite, or
     nothing is left to choose."""
-    if not (rows.drawn or rows.changed or rows.allowed):
+    if not (rows.drawn or rows.changed):
+        fine = _finite(logits)
         # torch promises the first of equal maxima, hence the lowest id
-        return torch.where(_finite(logits), logits.argmax(dim=-1), -1)
+        if not rows.allowed:
+            return torch.where(fine, logits.argmax(dim=-1), -1)
+        highest = masked(logits, rows.allowed).max(dim=-1)
+        return torch.where(fine & (highest.values > float("-inf")), highest.indices, -1)
     ids = torch.empty_like(rows.position)
     for block in blocks(logits):
         some = rows.at(block)
