@@ -36,6 +36,8 @@ TORCH_FREE = (
     "deepinfer.cli.main", "deepinfer.cli.checks",
     "deepinfer.bench.axes", "deepinfer.bench.metrics", "deepinfer.bench.files",
     "deepinfer.bench.savings", "deepinfer.bench.synthetic",
+    "deepinfer.protocol.answers", "deepinfer.protocol.batchfile", "deepinfer.protocol.completions",
+    "deepinfer.engine.exchange",
 )  # fmt: skip
 
 
@@ -179,7 +181,7 @@ def test_metadata():
     needed = {line.split(">")[0].split("<")[0] for line in project["dependencies"]}
     assert needed == {
         "torch", "numpy", "safetensors", "llguidance", "tokenizers", "typer", "rich", "pandas",
-        "matplotlib",
+        "matplotlib", "deepseek-recipe",
     }  # fmt: skip
     extras = project["optional-dependencies"]
     # torch-npu beside a torch of another kind breaks `import torch`: never in what tests install.
@@ -206,6 +208,12 @@ def test_settings_table_in_readme_is_in_sync():
     text = (ROOT / "README.md").read_text()
     between = text.split(table.BEGIN)[1].split(table.END)[0].strip()
     assert between == table.markdown()
+
+
+def test_fields_of_requests_in_readme_are_in_sync():
+    from deepinfer.protocol import fields
+
+    assert fields.markdown() in (ROOT / "README.md").read_text()
 
 
 def test_readme_tree_names_every_room():
