@@ -15,7 +15,7 @@ import itertools
 import time
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
@@ -30,6 +30,7 @@ from deepinfer.core.step import Chunk, Likelihoods, Outcome, TokenDelta
 from deepinfer.engine.answer import Answer
 from deepinfer.engine.assembly import Parts, assemble
 from deepinfer.engine.device import Device, Flight, Told
+from deepinfer.engine.flow import Flow
 from deepinfer.engine.intake import Asked, Intake
 from deepinfer.engine.live import Drawing
 from deepinfer.engine.log import Entry, TokenLog
@@ -212,6 +213,55 @@ class LLM:
         Closing the iterator ends what still runs and gives its memory back.
         """
         return self._deltas(self._read(prompts, sampling_params))
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        tool_choice: object = None,
+        response_format: Mapping[str, object] | None = None,
+        thinking: str = "off",
+    ) -> Completion:
+        """The answer to a conversation, with `text`, `thinking` and `tool_calls` apart.
+
+        messages, tools, tool_choice, response_format: as OpenAI's Chat Completions has them.
+        thinking: off, on or max. sampling_params: of the answer (n = 1); its stop strings end the
+        text, not the thinking. Raises UsageError for what cannot be honoured, CheckpointError for
+        a checkpoint without the prompt format, and what the request itself ended with.
+        """
+        from deepinfer.engine.chat import answer
+
+        self._check_open()
+        body = {"messages": messages, "tools": tools, "tool_choice": tool_choice,
+                "response_format": response_format}  # fmt: skip
+        return answer(self, body, sampling_params or SamplingParams(), thinking)
+
+    def flow(self) -> Flow:
+        """Calls that come and go while others run."""
+        self._check_open()
+        return Flow(self)
+
+    # what a flow drives the engine with
+
+    def open_call(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams, follow: bool
+    ) -> _Call:
+        """A call as `generate` takes it, which `run_step` moves on; follow: it has deltas."""
+        asked = self._read(prompts, params)
+        call = _Call(streams=follow)
+        self._submit(call, asked)
+        return call
+
+    def run_step(self) -> None:
+        """One step of whatever runs."""
+        self._check_open()
+        self._step()
+
+    def end_call(self, call: _Call) -> None:
+        """End what still runs of a call."""
+        self._withdraw(call)
 
     def trace(
         self,
