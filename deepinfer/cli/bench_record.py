@@ -7,8 +7,7 @@ here and nowhere else in this command; it must not know how rows are shown.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -24,6 +23,7 @@ from deepinfer.bench.workload import Prompts
 from deepinfer.cli import bench_input
 from deepinfer.cli.bench_input import Asked
 from deepinfer.cli.output import Output, counted
+from deepinfer.cli.progress import progress as bar
 from deepinfer.replay.plan import ReplayRule
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def measured(
             said.add(line)
             output.warn(line)
 
-    with _progress(output, asked.settings.no_progress) as progress:
+    with bar(output, asked.settings.no_progress) as progress:
 
         def sweep(rows: Sequence[Job], method: Method) -> None:
             Sweep(
@@ -288,29 +288,6 @@ def _said(rates: Mapping[str, float] | None) -> str:
         for name, value in rates.items()
     ]
     return f"ceilings, measured now: {', '.join(words)}"
-
-
-@contextmanager
-def _progress(output: Output, silent: bool) -> Iterator[Callable[[int, int, str], None]]:
-    """A bar with the time that is left, on a terminal only."""
-    if silent or output.mode not in ("human", "plain") or not output.err.isatty():
-        yield lambda done, count, what: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-    from rich.progress import TimeRemainingColumn as Remaining
-
-    bar = Progress(
-        TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(),
-        Remaining(), console=Console(file=output.err), transient=True,
-    )  # fmt: skip
-    with bar:
-        task = bar.add_task("", total=None)
-
-        def show(done: int, count: int, what: str) -> None:
-            bar.update(task, completed=done, total=count, description=what)
-
-        yield show
 
 
 def _time(seconds: float) -> str:

@@ -34,7 +34,10 @@ from deepinfer.settings.kinds import BadValue, boolean
 
 __all__ = ["app", "main"]
 
-_LIBRARIES = ("torch", "numpy", "safetensors", "tokenizers", "rich", "pandas", "matplotlib")
+_LIBRARIES = (
+    "torch", "numpy", "safetensors", "tokenizers", "rich", "pandas", "matplotlib",
+    "deepseek_recipe", "llguidance",
+)  # fmt: skip
 
 
 class _Terminated(BaseException):

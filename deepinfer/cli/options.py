@@ -108,16 +108,20 @@ Color = Annotated[
 ]  # fmt: skip
 
 
-def with_settings(*attributes: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def with_settings(
+    *attributes: str, hidden: tuple[str, ...] = ()
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Give a command an option per setting named; its parameter `chosen` receives those typed.
 
-    `--set KEY=VALUE` reaches every other setting. Options are ordered by help section.
+    `--set KEY=VALUE` reaches every other setting. Options are ordered by help section. hidden: left
+    out of the short help.
     """
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         own = [p for p in inspect.signature(command, eval_str=True).parameters.values()
                if p.name != "chosen"]  # fmt: skip
-        added = [_option(registry.find(name)) for name in attributes] + [_verbose(), _set()]
+        added = [_option(registry.find(name), name in hidden) for name in attributes]
+        added += [_verbose(), _set()]
         names = [parameter.name for parameter in added]
 
         @functools.wraps(command)
@@ -150,7 +154,7 @@ def _panel(parameter: inspect.Parameter) -> int:
     return PANELS.index(panel) if panel in PANELS else -1
 
 
-def _option(setting: Setting | None) -> inspect.Parameter:
+def _option(setting: Setting | None, hidden: bool = False) -> inspect.Parameter:
     if setting is None or setting.flag is None:
         raise ValueError("an option needs a registered setting with a flag")
     flag = setting.flag
@@ -165,7 +169,7 @@ def _option(setting: Setting | None) -> inspect.Parameter:
         kind = list[str] | None
     choices = list(setting.kind.choices)
     # What this version has no code for stays out of the short help.
-    hidden = setting.advanced or not setting.available
+    hidden = hidden or setting.advanced or not setting.available
     info = typer.Option(
         *declared,
         metavar=metavar,

@@ -53,6 +53,13 @@ class Output:
         self.out.write(piece)
         self.out.flush()
 
+    def thought(self, piece: str) -> None:
+        """Reasoning of the model: dim on stderr as it comes; silent with --json and -q."""
+        if self.mode in ("human", "plain"):
+            self.out.flush()
+            self.err.write(self._styled(piece, "dim"))
+            self.err.flush()
+
     def data(self, line: str) -> None:
         """One line of data."""
         self.out.write(line + "\n")

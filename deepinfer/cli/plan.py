@@ -7,6 +7,7 @@ real run would end with, by the engine's own checks. No weight is read and no de
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,9 @@ __all__ = ["print_plan"]
 _UNITS = ("bytes", "KiB", "MiB", "GiB")
 
 
-def print_plan(output: Output, settings: Settings, text: str, params: SamplingParams) -> int:
+def print_plan(
+    output: Output, settings: Settings, text: str | Sequence[int], params: SamplingParams
+) -> int:
     """Print the plan and return 0; raises what the run would raise before its first step."""
     from deepinfer.checkpoint.layout import open_checkpoint
     from deepinfer.device.detect import TORCH_DEVICE, find, pick
@@ -101,7 +104,7 @@ def _request(
     checkpoint: Checkpoint,
     tokenizer: Tokenizer | None,
     sizes: Sizes,
-    text: str,
+    text: str | Sequence[int],
     params: SamplingParams,
 ) -> Request:
     """What the engine would make of the prompt; raises what it would refuse it with."""

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from deepinfer.core.request import SamplingParams, Structured
 
 __all__ = [
+    "DEFAULT_TOKENS",
     "Grammar",
     "Logprobs",
     "MaxTokens",
@@ -29,9 +30,13 @@ __all__ = [
     "Temperature",
     "TopK",
     "TopP",
+    "chosen",
     "sampling",
     "structured",
 ]
+
+
+DEFAULT_TOKENS = 256  # as SamplingParams has it
 
 
 def _option(*names: str, metavar: str, help: str, **more: Any) -> Any:
@@ -159,12 +164,17 @@ def _read(name: str, flag: str) -> str:
 
 
 def sampling(stop: list[str] | None, seed: int | None, **typed: Any) -> SamplingParams:
-    """SamplingParams of what was typed; raises UsageError. The seed of one prompt is its own."""
+    """SamplingParams of what was typed; raises UsageError."""
     from deepinfer.core.request import SamplingParams
 
+    return SamplingParams(**chosen(stop, seed, **typed))
+
+
+def chosen(stop: list[str] | None, seed: int | None, **typed: Any) -> dict[str, Any]:
+    """What was typed, by its name in SamplingParams. The seed of one prompt is its own."""
     wanted: dict[str, Any] = {name: value for name, value in typed.items() if value is not None}
     if seed is not None:
         wanted["seq_seed"] = seed
     if stop:
         wanted["stop"] = tuple(stop)
-    return SamplingParams(**wanted)
+    return wanted
