@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from deepinfer.core.request import Structured
-from deepinfer.errors import UsageError
+from deepinfer.errors import EnvironmentProblem, UsageError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -57,6 +57,7 @@ def vocabulary(tokenizer: Tokenizer, size: int, eos_ids: Sequence[int]) -> LLTok
 
     size: ids of the model, those without a token included.
     """
+    _needed()
     from llguidance import LLTokenizer, TokenizerWrapper
 
     # Not by the library's own reader of tokenizer.json: that one turns the text of a special token
@@ -84,8 +85,21 @@ class _Vocabulary:
         return self._tokenizer.encode_plain(text.decode())
 
 
+def _needed() -> None:
+    """Raise EnvironmentProblem where the library is not installed."""
+    try:
+        import llguidance  # noqa: F401
+    except ModuleNotFoundError:
+        raise EnvironmentProblem(
+            "llguidance-missing",
+            "constrained output needs llguidance, which is not installed",
+            hint="pip install 'llguidance>=1.9,<2'",
+        ) from None
+
+
 def check(structured: Structured) -> None:
     """Raise UsageError for a source that no tokenizer makes usable; cheap, and needs no model."""
+    _needed()
     from llguidance import LLMatcher, LLParserLimits
 
     text = _text(structured)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -13,7 +14,7 @@ import pytest
 
 from deepinfer.core.request import Structured
 from deepinfer.engine.assembly import embedded_model
-from deepinfer.errors import UsageError
+from deepinfer.errors import EnvironmentProblem, UsageError
 from deepinfer.structured import grammar
 from deepinfer.structured.compiler import Compiler
 from deepinfer.structured.constraint import Constraint, leaves
@@ -131,6 +132,16 @@ def test_what_needs_no_model_is_known_before_there_is_one(tokens):
         assert str(early.value) == str(late.value)
     for asked in (Structured("regex", "[a-z]+"), schema({}), Structured("gbnf", 'root ::= "a"+')):
         grammar.check(asked)
+
+
+def test_without_the_library_the_error_says_what_to_install(tokenizer, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    for use in (
+        lambda: grammar.check(Structured("regex", "a")),
+        lambda: grammar.vocabulary(tokenizer, VOCAB, (EOS,)),
+    ):
+        with pytest.raises(EnvironmentProblem, match="llguidance"):
+            use()
 
 
 def test_all_that_is_called_supported_is(tokens):
