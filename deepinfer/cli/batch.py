@@ -154,9 +154,10 @@ def _open(work: _Work, settings: Settings, files: Files, identity: bytes) -> Non
     there = results.open()
     if there and not (files.resume or files.overwrite):
         left = max(len(work.scan.numbers) - there, 0)
+        again = "--overwrite to start again"
         raise UsageError(
             "output-exists", f"{files.out} already has {there:,} results",
-            hint=f"--resume to add the missing {left:,}, --overwrite to start again",
+            hint=f"--resume to add the missing {left:,}, {again}" if left else again,
         )  # fmt: skip
     if not (there and files.resume):
         results.begin({**_head(settings), **mine})

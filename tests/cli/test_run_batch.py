@@ -123,7 +123,7 @@ def test_an_output_is_never_written_over_by_accident(cli, requests, tmp_path):
     first = answers("out.jsonl")
     done = cli("run", "--batch", requests, "-o", "out.jsonl")
     assert done.status == 2 and "already has 12 results" in done.err
-    assert "--resume to add the missing 0, --overwrite" in done.err
+    assert "hint: --overwrite to start again" in done.err
     assert cli("run", "--batch", requests, "-o", "out.jsonl", "--overwrite").status == 0
     assert answers("out.jsonl") == first
     done = cli("run", "--batch", requests, "-o", "out.jsonl", "--resume")
