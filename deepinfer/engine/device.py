@@ -142,10 +142,12 @@ class Device:
         marks = [self.clock.mark()]
         live.grow(plan.grown)
         live.begin([self._begin(step.chunks[at][0]) for at in step.finishing])
-        if plan.chunks or plan.loads or told or drawing.scored:
+        simple = not (plan.chunks or plan.loads or drawing.scored)
+        masks = self._masks(step, told) if simple and told else None
+        if not simple or (told and masks is None):
             flight, found = self._mixed(step, drawing, told, marks)
         else:
-            found = self._decoding(plan, drawing)
+            found = self._decoding(plan, drawing, masks)
             logits, first = found.pop("logits"), found.pop("first")
             slots = live.slots(plan.decoding.slots)
             flight = Flight(step, slots, logits, logits, first, marks)
@@ -183,26 +185,40 @@ class Device:
             found |= self._score(flight, found["tokens"])
         return flight, found
 
-    def _decoding(self, plan: StepPlan, drawing: Drawing) -> dict[str, torch.Tensor]:
-        """The step of decoding requests alone that need nothing of the host, their logits and first
-        rows too: as a graph, where the back end keeps such."""
+    def _masks(self, step: Step, told: Mapping[Generation, Told]) -> torch.Tensor | None:
+        """`Rows.allowed` of a step without drafts in which grammars are all that the host must
+        tell; None: it is not such a step."""
+        if step.plan.decoding.drafts or any(one.row(()) is not None for one in told.values()):
+            return None
+        masks = {at: told[sequence].allowed(()) for at, sequence in enumerate(step.choosing)
+                 if sequence in told}  # fmt: skip
+        masks = {at: mask for at, mask in masks.items() if mask is not None}
+        return _bits(masks, len(step.choosing), self.live.device)
+
+    def _decoding(
+        self, plan: StepPlan, drawing: Drawing, masks: torch.Tensor | None
+    ) -> dict[str, torch.Tensor]:
+        """The step of decoding requests alone that need no more of the host than masks, their
+        logits and first rows too: as a graph, where the back end keeps such."""
         live, runner, decoding = self.live, self._parts.runner, plan.decoding
         most = self._most(decoding)
         scores = self._scores(live.slots(decoding.slots), most)
 
-        def decode(slots: torch.Tensor) -> dict[str, torch.Tensor]:
+        def decode(slots: torch.Tensor, *masks: torch.Tensor) -> dict[str, torch.Tensor]:
             rows, shares = self._rows(decoding, slots)
             logits = runner.forward(plan, rows)
             columns = live.columns(slots, rows.behind, drawing, rows.of)
+            columns = replace(columns, allowed=masks[0]) if masks else columns
             found = self._verify(slots, logits, rows.offsets, columns, shares, scores, most)
             return {"logits": logits, "first": rows.offsets, **found}
 
-        slots, graphs = live.slots(decoding.slots), runner.graphs
+        inputs = (live.slots(decoding.slots), *(() if masks is None else (masks,)))
+        graphs = runner.graphs
         if graphs is None or scores is not None or decoding.whole:
-            return decode(slots)
+            return decode(*inputs)
         key = ("step", live.columns_of(decoding.pages), decoding.drafts, decoding.extra, drawing,
                self._held is None, most, live.stops, self.watch)  # fmt: skip
-        return graphs.run(key, decode, slots)
+        return graphs.run(key, decode, *inputs)
 
     def _most(self, decoding: Decoding | None) -> int:
         """Drafts that one request may verify."""
@@ -439,11 +455,22 @@ class Device:
 
 def _changed(columns: Rows, rows: Sequence[tuple[int, Told, Sequence[int]]]) -> Rows:
     """With what requests say of these rows, behind these drafts."""
-    changed, allowed = {}, {}
+    changed, masks = {}, {}
     for at, told, drafts in rows:
         row, mask = told.row(drafts), told.allowed(drafts)
         if row is not None:
             changed[at] = row
         if mask is not None:
-            allowed[at] = mask
+            masks[at] = mask
+    allowed = _bits(masks, len(columns), columns.seed.device)
     return replace(columns, changed=changed, allowed=allowed)
+
+
+def _bits(masks: Mapping[int, np.ndarray], count: int, device: torch.device) -> torch.Tensor | None:
+    """`Rows.allowed` of so many rows; None: no row has a mask."""
+    if not masks:
+        return None
+    bits = np.full((count, len(next(iter(masks.values())))), 0xFF, dtype=np.uint8)
+    for at, mask in masks.items():
+        bits[at] = mask
+    return send([bits], device)[0]

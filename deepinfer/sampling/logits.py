@@ -77,10 +77,10 @@ class Rows:
     temperature, top_p, floor (`min_p_floor`): float64 [rows].
 
     What the host knows of all of them: drawn: may any have a temperature above 0? widest: no
-    `reach` is above it. floored: may any have a floor? changed: those that change logits, by row;
-    allowed: bits of the ids that a grammar allows (`structured.constraint.Mask`), by row.
+    `reach` is above it. floored: may any have a floor? changed: those that change logits, by row.
 
-    draw: the op.
+    allowed: bits of the ids that a grammar allows (`structured.constraint.Mask`), uint8 [rows,
+    bytes], all of them in rows without one; None: no row has. draw: the op.
     """
 
     seed: torch.Tensor
@@ -94,7 +94,7 @@ class Rows:
     widest: int
     floored: bool
     changed: Mapping[int, Row] = field(default_factory=dict)
-    allowed: Mapping[int, np.ndarray] = field(default_factory=dict)
+    allowed: torch.Tensor | None = None
     draw: Callable[..., torch.Tensor] = reference.draw
 
     @classmethod
@@ -164,20 +164,18 @@ class Rows:
         which: a slice, numbers, or int64 on the device. The host cannot read the last, so where
         rows are `changed` it raises ValueError.
         """
-        changed: dict[int, Row] = {}
-        allowed: dict[int, np.ndarray] = {}
-        if self.changed or self.allowed:
+        changed = {}
+        if self.changed:
             if isinstance(which, torch.Tensor):
                 raise ValueError("rows that change logits must be named by the host")
             names = range(len(self))[which] if isinstance(which, slice) else which
-            for at, name in enumerate(names):
-                if name in self.changed:
-                    changed[at] = self.changed[name]
-                if name in self.allowed:
-                    allowed[at] = self.allowed[name]
+            changed = {
+                at: self.changed[name] for at, name in enumerate(names) if name in self.changed
+            }
         if not isinstance(which, (slice, torch.Tensor)):
             which = _sent(which, np.int64, self.seed.device)
         columns = {name: getattr(self, name)[which] for name in _COLUMNS}
+        allowed = None if self.allowed is None else self.allowed[which]
         return replace(self, **columns, changed=changed, allowed=allowed)
 
 
@@ -229,7 +227,7 @@ def process(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
     logits: [rows, vocab], finite. A greedy row (temperature 0) is not scaled or cut: its arg-max is
     the same. The distribution drawn from is softmax of a processed row.
     """
-    if rows.allowed:
+    if rows.allowed is not None:
         logits = masked(logits, rows.allowed)
     x = logits.to(torch.float64, copy=True)
     for at, row in rows.changed.items():
@@ -244,15 +242,13 @@ def process(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
     return x
 
 
-def masked(logits: torch.Tensor, allowed: Mapping[int, np.ndarray]) -> torch.Tensor:
-    """float32 logits [rows, vocab], -inf where the bits of a row leave an id out."""
-    vocab, device = logits.shape[-1], logits.device
-    [bits] = send([np.concatenate(list(allowed.values()))], device)
+def masked(logits: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
+    """float32 logits [rows, vocab], -inf where the bits of a row, uint8 [rows, bytes], leave an id
+    out."""
+    rows, vocab = logits.shape
     # Adding is ten times as fast as filling; what is added to is finite.
-    added = _of_bits(device).index_select(0, bits.int()).view(len(allowed), -1)[:, :vocab]
-    if len(allowed) == len(logits):
-        return logits + added
-    return logits.index_add(0, _sent(list(allowed), np.int64, device), added)
+    bits = allowed.flatten().to(torch.int32)
+    return logits + _of_bits(logits.device).index_select(0, bits).view(rows, -1)[:, :vocab]
 
 
 @functools.lru_cache(maxsize=8)

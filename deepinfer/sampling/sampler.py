@@ -30,7 +30,7 @@ def sample(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
     if not (rows.drawn or rows.changed):
         fine = _finite(logits)
         # torch promises the first of equal maxima, hence the lowest id
-        if not rows.allowed:
+        if rows.allowed is None:
             return torch.where(fine, logits.argmax(dim=-1), -1)
         highest = masked(logits, rows.allowed).max(dim=-1)
         return torch.where(fine & (highest.values > float("-inf")), highest.indices, -1)

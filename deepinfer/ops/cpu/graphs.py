@@ -27,6 +27,8 @@ _MOST_BYTES = 32 << 20  # of what one function computes
 _EMPTY = frozenset({"aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided",
                     "aten::new_empty_strided"})  # fmt: skip
 _FILLED = frozenset({"aten::zeros_like", "aten::new_zeros", "aten::new_full", "aten::full_like"})
+_INTO = {f"aten::{f.__name__}": f for f in (torch.add, torch.sub, torch.mul, torch.div, torch.cat,
+                                            torch.index_select)}  # fmt: skip
 _COPIED = frozenset({"aten::to", "aten::_to_copy", "aten::contiguous", "aten::clone"})
 
 
@@ -143,10 +145,8 @@ def _again(
         return partial(out.copy_, out.clone())
     if name in _COPIED:
         return partial(out.copy_, args[0])
-    if name == "aten::mul":
-        return partial(torch.mul, *args, out=out)
-    if name == "aten::cat":
-        return partial(torch.cat, *args, out=out)
+    if name in _INTO:
+        return partial(_INTO[name], *args, **kwargs, out=out)
     if name == "aten::index" and len(args[1]) == 1 and args[1][0].dim() == 1:
         return partial(torch.index_select, args[0], 0, args[1][0], out=out)
 
