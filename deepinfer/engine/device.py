@@ -216,8 +216,9 @@ class Device:
         graphs = runner.graphs
         if graphs is None or scores is not None or decoding.whole:
             return decode(*inputs)
-        key = ("step", live.columns_of(decoding.pages), decoding.drafts, decoding.extra, drawing,
-               self._held is None, most, live.stops, self.watch)  # fmt: skip
+        # A graph holds addresses of this one's live state, and its rules.
+        key = ("step", self, live.columns_of(decoding.pages), decoding.drafts, decoding.extra,
+               drawing, self._held is None, most, live.stops, self.watch)  # fmt: skip
         return graphs.run(key, decode, *inputs)
 
     def _most(self, decoding: Decoding | None) -> int:
@@ -310,7 +311,7 @@ class Device:
         if graphs is None or told:
             found = drafted(slots)
         else:
-            found = graphs.run(("draft", count, drawing, live.stops), drafted, slots)
+            found = graphs.run(("draft", self, count, drawing, live.stops), drafted, slots)
         self._held = held = Drafted(**{"scores": None, **found})
         live.drafts[slots, :count] = held.ids
         live.raw[slots, :count] = held.raw

@@ -241,6 +241,17 @@ def test_captured_steps_change_no_bit(model, library, rule, kind, graph):
     assert graph in kept
 
 
+def test_captured_steps_belong_to_their_engine(model, library):
+    """Two engines over one model, one behind the other: a graph of the first knows its memory."""
+    made = parts(model, library)
+    texts, asked = [[11, 12, 13], [21, 22]], SamplingParams(max_tokens=12, temperature=0)
+    found = []
+    for _ in range(3):
+        with LLM.from_parts(made) as llm:
+            found.append([r.token_ids for r in llm.generate(texts, asked)])
+    assert found[0] == found[1] == found[2]
+
+
 def test_every_level_compiles_without_a_warning(library):
     made = native.made()
     logs = [step.output.with_suffix(".log") for step in made.steps]
