@@ -151,18 +151,18 @@ def _print_plan(output: Output, scan: Scan, files: Files) -> None:
 def _open(work: _Work, settings: Settings, files: Files, identity: bytes) -> None:
     """Make the file of answers ready, and refuse to mix two runs in it."""
     results, mine = work.results, _shared(work, settings, identity)
-    there = results.open()
-    if there and not (files.resume or files.overwrite):
-        left = max(len(work.scan.numbers) - there, 0)
+    there, before = results.open(), results.meta()
+    if not (results.empty or files.resume or files.overwrite):
+        left = max(len(work.scan.numbers) - there, 0) if before is not None else 0
         again = "--overwrite to start again"
         raise UsageError(
-            "output-exists", f"{files.out} already has {there:,} results",
+            "output-exists",
+            f"{files.out} already has {there:,} results" if there else f"{files.out} is not empty",
             hint=f"--resume to add the missing {left:,}, {again}" if left else again,
         )  # fmt: skip
-    if not (there and files.resume):
+    if results.empty or files.overwrite:
         results.begin({**_head(settings), **mine})
         return
-    before = results.meta()
     if before is None:
         raise UsageError(
             "resume-mismatch", f"cannot resume: {files.out}.meta.json is missing or damaged",

@@ -294,8 +294,13 @@ class Results:
         except OSError as problem:
             raise self._not_written(problem) from None
 
+    @property
+    def empty(self) -> bool:
+        """Nothing is in it, not even half a line; stdout and devices are empty always."""
+        return not self._size
+
     def open(self) -> int:
-        """Open it for appending, for this process alone. How many lines are there already."""
+        """Open it for appending, for this process alone. How many whole lines are there already."""
         if self._path is None:
             return 0
         try:

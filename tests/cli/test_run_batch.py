@@ -130,6 +130,18 @@ def test_an_output_is_never_written_over_by_accident(cli, requests, tmp_path):
     assert done.status == 0 and "12 were there" in done.err and answers("out.jsonl") == first
 
 
+def test_what_is_no_file_of_answers_is_left_alone(cli, requests):
+    notes = Path("notes.json")
+    notes.write_text("no line ends here")
+    for words in ((), ("--resume",)):
+        done = cli("run", "--batch", requests, "-o", notes, *words)
+        assert done.status == 2 and "hint: --overwrite" in done.err
+        assert notes.read_text() == "no line ends here"
+    assert not Path("notes.json.meta.json").exists()
+    assert cli("run", "--batch", requests, "-o", notes, "--overwrite").status == 0
+    assert len(read(notes)) == 12
+
+
 def test_resume_answers_what_is_missing_as_it_would_have_been(cli, requests, fake_llm, monkeypatch):
     assert cli("run", "--batch", requests, "-o", "whole.jsonl").status == 0
     whole = answers("whole.jsonl")
@@ -140,7 +152,7 @@ def test_resume_answers_what_is_missing_as_it_would_have_been(cli, requests, fak
         Path("out.jsonl").write_text("".join(kept[:count]) + kept[count][:30])
         Path("out.jsonl.meta.json").write_text(meta)
         done = cli("run", "--batch", requests, "-o", "out.jsonl", "--resume")
-        assert done.status == 0 and ("half-written" in done.err) == (count > 0)
+        assert done.status == 0 and "half-written" in done.err
         assert answers("out.jsonl") == whole
 
 
