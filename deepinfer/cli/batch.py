@@ -111,6 +111,12 @@ def run(
     frontend, identity = open_frontend(settings, setup)
     source, results = Input(Path(files.source)), Results(files.out)
     try:
+        if results.writes(source.path):
+            raise UsageError(
+                "output-exists", f"-o {files.out} would write over the requests",
+                [f"{files.source} is that file, or one that is kept beside it"],
+                "-o another file",
+            )  # fmt: skip
         scan = source.scan(lambda line: prepare(frontend, line.kind, line.body))
         _judge(output, scan, files)
         if dry_run:

@@ -283,6 +283,12 @@ class Results:
         self._path = None if name == "-" else Path(name)
         self._fd, self._size, self._regular = 1, 0, False
 
+    def writes(self, path: Path) -> bool:
+        """Is `path`, which is there, one of the files that are written? Links are followed."""
+        endings = ("", ".meta.json", ".meta.json.part", ".part")
+        places = () if self._path is None else map(self._beside, endings)
+        return any(os.path.exists(place) and os.path.samefile(place, path) for place in places)
+
     def check(self) -> None:
         """Can it be written? Nothing is."""
         place = self._path

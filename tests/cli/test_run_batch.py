@@ -142,6 +142,23 @@ def test_what_is_no_file_of_answers_is_left_alone(cli, requests):
     assert len(read(notes)) == 12
 
 
+@pytest.mark.parametrize("how", ["itself", "link", "hard link", "meta", "part"])
+def test_the_requests_are_never_written_over(cli, requests, how):
+    before, out = requests.read_bytes(), {"itself": "in.jsonl"}.get(how, "out")
+    if how == "link":
+        os.symlink(requests, out)
+    if how == "hard link":
+        os.link(requests, out)
+    if how in ("meta", "part"):
+        name = {"meta": "out.meta.json", "part": "out.meta.json.part"}[how]
+        requests = requests.rename(name)
+    there = sorted(os.listdir())
+    for words in ((), ("--overwrite",), ("--resume",), ("--dry-run",)):
+        done = cli("run", "--batch", requests, "-o", out, *words)
+        assert done.status == 2 and "would write over the requests" in done.err
+        assert requests.read_bytes() == before and sorted(os.listdir()) == there
+
+
 def test_resume_answers_what_is_missing_as_it_would_have_been(cli, requests, fake_llm, monkeypatch):
     assert cli("run", "--batch", requests, "-o", "whole.jsonl").status == 0
     whole = answers("whole.jsonl")
