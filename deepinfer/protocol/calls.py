@@ -7,6 +7,7 @@ the text that is no call, so that nothing is lost. It must not know requests or 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -119,8 +120,9 @@ def _argument(found: re.Match[str], whole: bool = True) -> Argument:
 
 
 def _is_json(text: str) -> bool:
+    """A number beyond those of a double is none: it could not be written again."""
     try:
-        json.loads(text, parse_constant=_refuse)
+        json.loads(text, parse_constant=_refuse, parse_float=_finite)
     except (ValueError, RecursionError):
         return False
     return True
@@ -128,3 +130,7 @@ def _is_json(text: str) -> bool:
 
 def _refuse(word: str) -> object:
     raise ValueError(word)
+
+
+def _finite(digits: str) -> object:
+    return value if math.isfinite(value := float(digits)) else _refuse(digits)

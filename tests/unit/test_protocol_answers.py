@@ -241,7 +241,8 @@ def test_types_of_arguments(kind):
         ("n", "false", "42", 42), ("b", "false", "true", True), ("z", "false", "null", None),
         ("l", "false", "[1,2]", [1, 2]), ("o", "false", '{"a":1}', {"a": 1}),
         ("u", "false", '"\\u4f60"', "你"), ("bad", "false", "not json", "not json"),
-        ("nan", "false", "NaN", "NaN"), ("city", "true", "北京", "北京"), ("r", "true", "🚀", "🚀"),
+        ("nan", "false", "NaN", "NaN"), ("inf", "false", "[1e999]", "[1e999]"),
+        ("city", "true", "北京", "北京"), ("r", "true", "🚀", "🚀"),
         ("q", "true", "\"a\" 'b' \\", "\"a\" 'b' \\"), ("lines", "true", "a\nb\r\n", "a\nb\r\n"),
         ("blank", "true", "  x", "  x"), ("empty", "true", "", ""),
         ("arguments", "true", "x", "x"), ("tag", "true", "<b></b> a<c", "<b></b> a<c"),
@@ -255,7 +256,8 @@ def test_types_of_arguments(kind):
     assert {type(v) for k, v in value.items() if k in ("b", "n")} == {bool, int}
     _, document = answered(kind, written, tools=True)
     unread = document["deepinfer"]["arguments_not_json"]
-    assert unread == [{"call": 0, "argument": "bad"}, {"call": 0, "argument": "nan"}]
+    assert unread == [{"call": 0, "argument": name} for name in ("bad", "nan", "inf")]
+    json.dumps(document, allow_nan=False)
 
 
 # stop strings
