@@ -21,7 +21,7 @@ from deepinfer.cli.loading import load, open_frontend, prepare
 from deepinfer.cli.options import SWITCH
 from deepinfer.cli.output import Output
 from deepinfer.cli.progress import progress
-from deepinfer.errors import DeepinferError, ExitCode, UsageError
+from deepinfer.errors import DeepinferError, ExitCode, InternalError, UsageError
 from deepinfer.settings import Settings
 
 if TYPE_CHECKING:
@@ -282,10 +282,8 @@ def _loop(work: _Work, llm: Any, show: Any) -> None:
             if work.stopped:
                 return
             for news in exchange.step():
-                if news.over:
-                    _finish(work, news)
-                    if news.problem is not None and work.fail_fast:
-                        return
+                if news.over and not _finish(work, news):
+                    return
             show()
 
 
@@ -304,16 +302,24 @@ def _submit(work: _Work, exchange: Any, line: Line) -> bool:
     return True
 
 
-def _finish(work: _Work, news: Any) -> None:
+def _finish(work: _Work, news: Any) -> bool:
+    """False: nothing more is to be answered."""
     from deepinfer.protocol import batchfile
 
     line, prepared = work.open_lines.pop(news.key)
-    if news.problem is not None:
-        work.results.append(batchfile.failed(line, news.problem))
-        return
-    record = {"seed": news.completion.seed, **prepared.sampled}
-    document = {**news.document, "deepinfer": {**news.document.get("deepinfer", {}), **record}}
-    work.results.append(batchfile.succeeded(line, document))
+    problem = news.problem
+    if problem is None:
+        record = {"seed": news.completion.seed, **prepared.sampled}
+        document = {**news.document, "deepinfer": {**news.document.get("deepinfer", {}), **record}}
+        try:
+            work.results.append(batchfile.succeeded(line, document))
+            return True
+        except DeepinferError:
+            raise  # the file, and no answer, is at fault
+        except (ValueError, RecursionError) as bad:
+            problem = InternalError("answer-not-json", "the answer is no JSON", [str(bad)])
+    work.results.append(batchfile.failed(line, problem))
+    return not work.fail_fast
 
 
 @contextmanager

@@ -222,6 +222,29 @@ def test_a_line_that_fails_does_not_harm_the_others(cli, tmp_path):
     assert cli("run", "--batch", "in.jsonl", "-o", "out.jsonl", "--resume").status == 1
 
 
+@pytest.mark.parametrize("fast", [False, True])
+def test_an_answer_that_is_no_json_fails_alone(cli, requests, monkeypatch, fast):
+    from deepinfer.protocol import batchfile
+
+    def succeeded(row, document):
+        line = real(row, document)
+        return {**line, "odd": float("inf")} if row.custom_id in ("id 1", "id 2") else line
+
+    real = batchfile.succeeded
+    monkeypatch.setattr(batchfile, "succeeded", succeeded)
+    words = ("--fail-fast",) if fast else ()
+    done = cli("run", "--batch", requests, "-o", "out.jsonl", *words)
+    rows = {row["custom_id"]: row for row in read("out.jsonl")}
+    assert done.status == 1
+    if fast:
+        assert "1 are errors" in done.err
+        return
+    assert "2 are errors" in done.err and len(rows) == 12
+    assert rows["id 1"]["error"]["code"] == "answer-not-json"
+    assert rows["id 1"]["response"]["status_code"] == 500
+    assert rows["id 2"]["result"]["error"]["error"]["type"] == "api_error"
+
+
 def test_fail_fast(cli, tmp_path):
     rows = [line("long", "x " * 2000), *(line(str(n)) for n in range(50))]
     write(tmp_path / "in.jsonl", rows)
