@@ -104,7 +104,8 @@ class Exchange:
         if results is None:
             return News(made.key, tuple(events), ids)
         [result] = results
-        if result.error is not None:
+        # What failed behind the end of the answer is none of it.
+        if result.error is not None and not reply.finished:
             return News(made.key, tuple(events), ids, problem=result.error)
         reason = FinishReason.STOP if reply.finished else result.finish_reason
         events += reply.finish(reason, result.usage)
@@ -145,7 +146,7 @@ class Exchange:
     def _news(self, key: Hashable, reply: Reply, result: Completion, reason: FinishReason) -> News:
         document = reply.document()
         completion = replace(
-            result, finish_reason=reason, usage=reply.usage,
+            result, finish_reason=reason, usage=reply.usage, error=None,
             # A token behind the end of the answer may have been made, and is none of it.
             token_ids=result.token_ids[: reply.usage.completion_tokens],
         )  # fmt: skip
