@@ -161,7 +161,11 @@ class Frontend:
         stop = values.pop("stop", None) or converted.parsing_options.stop_sequences
         if asked.logprobs or "message.output_text.logprobs" in given.get("include", ()):
             values.setdefault("logprobs", asked.top_logprobs or 0)
-        tools = [Tool(t.name, t.parameters, bool(t.strict)) for t in conversation.tools]
+        strict = _strict(kind, given)
+        tools = [
+            Tool(t.name, strict.get(t.name, t.parameters), t.name in strict or bool(t.strict))
+            for t in conversation.tools
+        ]
         after = after if thinks else ()
         held = constraint(
             self._answer(kind, given, body, converted), tools,
@@ -281,6 +285,10 @@ class Frontend:
         wanted = converted.inference_options.output_constraint
         if wanted.kind == "regex":
             return Structured("regex", wanted.schema)
+        told = (_get(given.get("response_format"), "json_schema") if kind == "chat"
+                else _get(given.get("text"), "format"))  # fmt: skip
+        if _get(told, "strict") and isinstance(_get(told, "schema"), Mapping):
+            return Structured("json_schema", json.dumps(_closed(told["schema"])))
         return Structured("json_schema", wanted.schema or '{"type": "object"}')
 
 
@@ -405,6 +413,32 @@ def _choice(kind: str, given: Mapping[str, Any]) -> Choice:
     if only is not None and only not in names:
         raise _invalid(f"tool_choice names {only!r}, which is not in tools")
     return Choice(must, only, single)
+
+
+def _strict(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The schemas of strict tools from what the caller wrote: the library drops limits of them,
+    and of Messages the word itself."""
+    tools = [_get(tool, "function") if kind == "chat" else tool for tool in given.get("tools", ())]
+    key = "input_schema" if kind == "messages" else "parameters"
+    return {tool["name"]: _closed(tool.get(key)) for tool in tools if _get(tool, "strict")}
+
+
+def _closed(schema: Any) -> Any:
+    """What strict means: every object has the properties that it names, and no other."""
+    if not isinstance(schema, Mapping):
+        return schema
+    closed = dict(schema)
+    for key in ("properties", "$defs", "definitions"):
+        if isinstance(schema.get(key), Mapping):
+            closed[key] = {name: _closed(part) for name, part in schema[key].items()}
+    if isinstance(schema.get("anyOf"), list):
+        closed["anyOf"] = [_closed(part) for part in schema["anyOf"]]
+    if "items" in schema:
+        closed["items"] = _closed(schema["items"])
+    if schema.get("type") == "object":
+        closed["additionalProperties"] = False
+        closed.setdefault("required", list(schema.get("properties") or ()))
+    return closed
 
 
 def _prompts(got: object) -> tuple[str | tuple[int, ...], ...]:

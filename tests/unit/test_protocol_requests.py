@@ -433,6 +433,55 @@ def test_strict_tools_and_single_calls_are_constrained():
     assert "call+" not in single.params.structured.source
 
 
+BOUNDED = {
+    "type": "object", "required": ["a", "b", "f"], "$defs": {"d": {
+        "type": "object", "properties": {"e": {"type": "string", "maxLength": 2}}}},
+    "properties": {
+        "a": {"type": "string", "minLength": 1, "maxLength": 4},
+        "b": {"type": "array", "minItems": 1, "maxItems": 2, "items": {
+            "anyOf": [{"type": "object", "properties": {"c": {"type": "string", "minLength": 3}}},
+                      {"type": "null"}]}},
+        "f": {"$ref": "#/$defs/d"}},
+}  # fmt: skip
+COUNTS = {"minLength": 3, "maxLength": 2, "minItems": 1, "maxItems": 2}
+
+
+@pytest.mark.parametrize("kind", ["chat", "responses"])
+def test_a_strict_format_keeps_the_limits_of_its_schema(kind):
+    told = {"name": "n", "strict": True, "schema": BOUNDED}
+    chat = {"response_format": {"type": "json_schema", "json_schema": told}}
+    responses = {"text": {"format": {"type": "json_schema", **told}}}
+    for tools in (False, True):
+        asked = {**body(kind, tools=tools), **(chat if kind == "chat" else responses)}
+        if tools:
+            asked["tool_choice"] = "none"
+        held = json.loads(read(kind, asked).params.structured.source)
+        closed = {"additionalProperties": False}
+        short = {"e": {"type": "string", "maxLength": 2}}
+        assert held["$defs"]["d"] == {
+            "type": "object", "properties": short, "required": ["e"], **closed}  # fmt: skip
+        assert held["properties"]["a"] == BOUNDED["properties"]["a"]
+        assert held["additionalProperties"] is False and held["required"] == ["a", "b", "f"]
+        many = held["properties"]["b"]
+        assert (many["minItems"], many["maxItems"]) == (1, 2)
+        assert many["items"]["anyOf"][0] == {
+            "type": "object", "properties": {"c": {"type": "string", "minLength": 3}},
+            "required": ["c"], **closed}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CHATS)
+def test_a_strict_tool_keeps_the_limits_of_its_schema(kind):
+    schema = "input_schema" if kind == "messages" else "parameters"
+    tool = {"name": "t", "strict": True, schema: BOUNDED}
+    if kind != "messages":
+        tool = {"type": "function", **({"function": tool} if kind == "chat" else tool)}
+    source = read(kind, {**body(kind), "tools": [tool]}).params.structured.source
+    assert "{1,4}" in source
+    for name, count in COUNTS.items():
+        assert f'"{name}": {count}' in source
+    assert source.count('"additionalProperties": false') >= 3
+
+
 def test_a_constraint_beside_the_requests_own():
     own = {"structured": Structured("regex", "a")}
     think = (tokenizer().special("</think>"),)
