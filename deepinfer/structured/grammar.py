@@ -36,6 +36,8 @@ NAMES = {
     "json_schema": "JSON schema", "regex": "regular expression", "lark": "Lark grammar",
     "gbnf": "GBNF grammar",
 }  # fmt: skip
+# A text, an expression or a comment of Lark, none of which holds a schema, or what begins one.
+_LARK = re.compile(r'//[^\n]*|#[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|(?P<json>%json\s*)')
 _CODES = {"json_schema": "schema-unsupported", "regex": "regex-unsupported"}
 SUPPORTED = (
     "type, enum, const, properties, required, additionalProperties, patternProperties, "
@@ -97,17 +99,21 @@ def _needed() -> None:
         ) from None
 
 
-def check(structured: Structured) -> None:
-    """Raise UsageError for a source that no tokenizer makes usable; cheap, and needs no model."""
+def check(structured: Structured, root: str = "#") -> None:
+    """Raise UsageError for a source that no tokenizer makes usable; cheap, and needs no model.
+
+    root: what an error calls the place of a whole schema. For one within a Lark grammar that is
+    what a comment before it says: `// at PLACE`.
+    """
     _needed()
     from llguidance import LLMatcher, LLParserLimits
 
-    text = _text(structured)
+    text = _text(structured, root)
     failed, lines = LLMatcher.validate_grammar_with_warnings(
         text, limits=LLParserLimits(verbose_errors=False, **_LIMITS)
     )
     if failed:
-        raise _refused(structured, lines[0])
+        raise _refused(structured, lines[0], root)
 
 
 def compiled(structured: Structured, tokens: LLTokenizer) -> LLMatcher:
@@ -134,7 +140,7 @@ def _first(mask: bytes) -> int:
     return 8 * at + (mask[at] & -mask[at]).bit_length() - 1
 
 
-def _text(structured: Structured) -> str:
+def _text(structured: Structured, root: str = "#") -> str:
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
@@ -144,27 +150,63 @@ def _text(structured: Structured) -> str:
     if structured.kind == "regex":
         return LLMatcher.grammar_from_regex(source)
     if structured.kind == "lark":
-        return LLMatcher.grammar_from_lark(source)
+        return LLMatcher.grammar_from_lark(_laid_out(structured))
     if structured.kind == "gbnf":
         try:
             return LLMatcher.grammar_from_lark(gbnf_to_lark(source))
         except (GbnfToLarkError, RecursionError) as problem:
             raise _refused(structured, str(problem)) from None
     schema = _schema(structured)
-    for place, part in _parts(schema):
+    _counted(structured, schema, root)
+    if schema is True:
+        source = "{}"
+    elif not isinstance(schema, dict):
+        raise _refused(structured, f"a schema is an object or true, got {source[:60]}", root)
+    try:
+        return LLMatcher.grammar_from_json_schema(source, overrides={"whitespace_pattern": _GAP})
+    except ValueError as problem:
+        raise _refused(structured, str(problem), root) from None
+
+
+def _schemas(source: str) -> Iterator[tuple[str, object, int, int]]:
+    """Of every schema in a Lark grammar its place, itself, and where it starts and ends."""
+    at, root = 0, "#"
+    while found := _LARK.search(source, at):
+        at = found.end()
+        if found[0].startswith("// at "):
+            root = found[0].removeprefix("// at ")
+        if found["json"] is None:
+            continue
+        try:
+            schema, end = json.JSONDecoder().raw_decode(source, at)
+        except (ValueError, RecursionError):
+            continue  # the library says what is wrong
+        yield root, schema, at, end
+        at, root = end, "#"
+
+
+def _laid_out(structured: Structured) -> str:
+    """A Lark grammar whose schemas are laid out like a schema of its own, and count no further."""
+    pieces, done = [], 0
+    for root, schema, start, end in _schemas(structured.source):
+        _counted(structured, schema, root)
+        own = {} if schema is True else schema
+        guidance = own.get("x-guidance", {}) if isinstance(own, dict) else None
+        if isinstance(own, dict) and isinstance(guidance, dict):
+            told = {**own, "x-guidance": {"whitespace_pattern": _GAP, **guidance}}
+            pieces += [structured.source[done:start], json.dumps(told)]
+            done = end
+    return "".join([*pieces, structured.source[done:]])
+
+
+def _counted(structured: Structured, schema: object, root: str) -> None:
+    """Raise UsageError for a schema with a number beyond counting."""
+    for place, part in _parts(schema, root):
         for count in _COUNTS:
             value = part.get(count)
             if isinstance(value, (int, float)) and value >= _MOST:
                 line = f"{count} {value} at {place}, accepted: below {_MOST:,}"
-                raise _refused(structured, line)
-    if schema is True:
-        source = "{}"
-    elif not isinstance(schema, dict):
-        raise _refused(structured, f"a schema is an object or true, got {source[:60]}")
-    try:
-        return LLMatcher.grammar_from_json_schema(source, overrides={"whitespace_pattern": _GAP})
-    except ValueError as problem:
-        raise _refused(structured, str(problem)) from None
+                raise _refused(structured, line, root)
 
 
 def _schema(structured: Structured) -> object:
@@ -176,9 +218,9 @@ def _schema(structured: Structured) -> object:
         raise _refused(structured, f"it is not JSON: {problem}") from None
 
 
-def _parts(schema: object) -> Iterator[tuple[str, dict[str, Any]]]:
+def _parts(schema: object, root: str = "#") -> Iterator[tuple[str, dict[str, Any]]]:
     """Every schema within a schema, and where it is."""
-    left = [("#", schema)]
+    left = [(root, schema)]
     while left:
         place, part = left.pop()
         if not isinstance(part, dict):
@@ -195,8 +237,14 @@ def _parts(schema: object) -> Iterator[tuple[str, dict[str, Any]]]:
             left += [(f"{place}/{key}/{name}", one) for name, one in named]
 
 
-def _refused(structured: Structured, line: str) -> UsageError:
-    """The error for what the library said of a source."""
+def _refused(structured: Structured, line: str, root: str = "#") -> UsageError:
+    """The error for what the library said of a source, or of a schema within it."""
+    if structured.kind == "lark":
+        for place, schema, _, _ in _schemas(structured.source):
+            try:
+                check(Structured("json_schema", json.dumps(schema)), place)
+            except UsageError as problem:
+                return problem
     name, code = NAMES[structured.kind], _CODES.get(structured.kind, "grammar-unsupported")
     said = " ".join(line.replace("<non-verbose/>", "").split())
     if "NoExtension" in said:
@@ -206,7 +254,7 @@ def _refused(structured: Structured, line: str) -> UsageError:
         facts = [said[:200], "in " + (shown if len(shown) <= 60 else shown[:59] + "…")]
         return UsageError(code, f"the {name} cannot be used", facts)
     try:
-        parts = list(_parts(json.loads(structured.source)))
+        parts = list(_parts(json.loads(structured.source), root))
     except (ValueError, RecursionError):
         parts = []
     found = re.search(r'Unimplemented keys: \["([^"]+)"|^(oneOf) constraints', said)
@@ -229,4 +277,6 @@ def _refused(structured: Structured, line: str) -> UsageError:
     values = [(key, part[key], place) for key in keys for place, part in parts if key in part]
     exact = [one for one in values if str(one[1]) in said] or values
     facts += [f"{key} {json.dumps(value)[:80]} at {place}" for key, value, place in exact[:3]]
+    if root != "#" and not any(root in fact for fact in facts):
+        facts.append(f"at {root}")
     return UsageError(code, "the JSON schema cannot be used", facts)

@@ -38,6 +38,12 @@ def schema(value: object) -> Structured:
     return Structured("json_schema", json.dumps(value))
 
 
+def within(value: object) -> Structured:
+    """A schema in a Lark grammar that says what its place is."""
+    rules = ['start: "<%json {}" p "/"', "// at f.a", f"p: %json {json.dumps(value)}"]
+    return Structured("lark", "\n".join(rules))
+
+
 def constraint(asked: Structured, tokens) -> Constraint:
     return Constraint(grammar.compiled(asked, tokens), (EOS,), asked.after)
 
@@ -114,6 +120,13 @@ def test_di_29_what_is_wrong_is_named(tokens):
         (Structured("gbnf", "root ::= " + "(" * 100_000), "grammar-unsupported", "recursion"),
         (Structured("lark", "start: ["), "grammar-unsupported", "Expected token"),
         (Structured("regex", "a" * (grammar.LONGEST + 1)), "regex-unsupported", "1,048,577"),
+        (within({"properties": {"b": {"not": {}}}}), "schema-unsupported",
+         'the JSON schema uses "not" at f.a/properties/b, which is not supported'),
+        (within({"type": "array", "items": {}, "maxItems": HUGE}), "schema-unsupported",
+         f"maxItems {HUGE} at f.a, accepted"),
+        (within({"type": "string", "minLength": 5, "maxLength": 2}), "schema-unsupported",
+         "at f.a"),
+        (Structured("lark", 'start: p\np: %json {"not": {}}'), "schema-unsupported", '"not" at #'),
     ]  # fmt: skip
     for asked, code, said in cases:
         began = time.process_time()
@@ -169,6 +182,9 @@ def test_all_that_is_called_supported_is(tokens):
         (schema({}), ["1", "null", '{"a": [1, {}]}', '"x"', "-1.5e3"], ["", "{", "nul", "01"]),
         (schema({"type": "object"}), ["{}", '{\n  "a": 1\n}'],
          ["[]", "{\n\n}", "{  }", "{}\n", ' {"a": 1}']),
+        (within({"type": "object"}), ['<%json {}{\n  "a": 1\n}/', '<%json {}{"a":1}/'],
+         ["<%json {}{\n\n}/", "<%json {}{  }/", "<{}/"]),
+        (within(True), ["<%json {}[1]/"], ["<%json {}[\n\n1]/"]),
         (Structured("gbnf", 'root ::= "a" ("b" | root)'), ["ab", "aab"], ["a", "abb"]),
         (Structured("lark", 'start: "a"+ NUM\nNUM: /[0-9]+/'), ["aa1"], ["1", "aa"]),
         (Structured("regex", "(a+)+"), ["a", "aaaa"], ["", "ab"]),
