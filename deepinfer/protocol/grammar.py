@@ -8,17 +8,23 @@ It must not know requests, nor how a grammar is compiled.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from deepinfer.core.request import Structured
+from deepinfer.errors import UsageError
 
 __all__ = ["Choice", "Tool", "constraint"]
 
 _TEXT = r"/(.|\n)*/"
 # Keywords that only a JSON string can be held to; without them text is written as it is.
 _AS_JSON = ("pattern", "format", "allOf", "anyOf", "oneOf", "not", "if", "$ref")
+
+_COUNTABLE = (1 << 31) - 1
+# What a name in the markup cannot have: a quote ends it.
+_UNREADABLE = re.compile(r'["\x00-\x1f\x7f-\x9f]')
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,8 @@ def constraint(
     after: tuple[int, ...],
 ) -> Structured | None:  # fmt: skip
     """answer: what a text must be (`after` of it does not count). mark: id of the control token of
-    calls. after: ids that start the constraint. None: anything goes."""
+    calls. after: ids that start the constraint. None: anything goes. Raises UsageError for a name
+    that a call cannot be written with."""
     held = choice.must or choice.single or any(tool.strict for tool in tools)
     if not tools or mark is None or not (held or answer):
         return None if answer is None else Structured(answer.kind, answer.source, after)
@@ -87,6 +94,7 @@ class _Grammar:
 
     def _call(self, at: int, tool: Tool) -> str:
         name = f"call{at}"
+        _check_name("tool", tool.name)
         head = _quoted(f' invoke name="{tool.name}">\n')
         body = f'"<" {self._mark} {head} {self._parameters(name, tool)}'
         return self._rule(name, f'{body} "</" {self._mark} " invoke>\\n"')
@@ -102,7 +110,9 @@ class _Grammar:
         shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         parts = []
         for at, (key, value) in enumerate(properties.items()):
-            rule = self._parameter(f"{name}p{at}", key, value, shared, tool.strict)
+            _check_name(f"property of the tool {tool.name}", key)
+            rule = self._parameter(f"{name}p{at}", f"tools[{tool.name}]", key, value, shared,
+                                   tool.strict)  # fmt: skip
             parts.append(rule if key in required else f"{rule}?")
         return " ".join(parts)
 
@@ -115,8 +125,9 @@ class _Grammar:
         return self._rule(f"{name}p", body)
 
     def _parameter(
-        self, name: str, key: str, schema: object, shared: Mapping[str, Any], strict: bool
-    ) -> str:
+        self, name: str, tool: str, key: str, schema: object, shared: Mapping[str, Any],
+        strict: bool,
+    ) -> str:  # fmt: skip
         forms = []
         text = _text(schema, shared)
         if text is not None:
@@ -126,10 +137,20 @@ class _Grammar:
             if not strict and isinstance(whole, dict):
                 # Of a schema that nobody promised to keep, what cannot be expressed is left out.
                 whole = {**whole, "x-guidance": {"lenient": True}}
+            # The comment is what an error calls the place of the schema.
+            self._rules.append(f"// at {tool}.{key}")
             typed = self._rule(f"{name}j", f"%json {json.dumps(whole)}")
             forms.append(f'{_quoted(_head(key, "false"))} {typed} "</"')
         choice = " | ".join(forms)
         return self._rule(name, f'"<" {self._mark} ({choice}) {self._mark} " parameter>\\n"')
+
+
+def _check_name(what: str, name: str) -> None:
+    if _UNREADABLE.search(name):
+        raise UsageError(
+            "request-invalid", f"no call can be written with the {what} {json.dumps(name)}",
+            ["a name in a call has no quotes, line breaks or control characters"],
+        )  # fmt: skip
 
 
 def _head(key: str, string: str) -> str:
@@ -188,5 +209,9 @@ def _text(schema: object, shared: Mapping[str, Any]) -> str | None:
     low, high = one.get("minLength"), one.get("maxLength")
     if low is None and high is None:
         return r"/(.|\n)*<\//"
+    least, most = 0 if low is None else low, _COUNTABLE if high is None else high
+    numbers = all(isinstance(n, (int, float)) and 0 <= n <= _COUNTABLE for n in (least, most))
+    if not numbers or least > most:
+        return None  # no expression says it; as a schema it is refused by name
     limit = "" if high is None else int(high)
-    return rf"/(.|\n){{{int(low or 0)},{limit}}}<\//"
+    return rf"/(.|\n){{{int(least)},{limit}}}<\//"

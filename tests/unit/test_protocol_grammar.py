@@ -1,11 +1,15 @@
 """Grammars of forced and strict calls: what they let through, and what they do not."""
 
+import json
+
 import llguidance as lg
 import pytest
 
 from deepinfer.core.request import Structured
+from deepinfer.errors import UsageError
 from deepinfer.protocol.calls import Markup
 from deepinfer.protocol.grammar import Choice, Tool, constraint
+from deepinfer.structured import grammar
 from tests.unit.exchanges import FILE, MARK, ids, tokenizer
 from tests.unit.test_protocol_answers import block, call
 
@@ -133,6 +137,60 @@ def test_what_cannot_be_expressed_is_left_out_of_tools_that_promise_nothing(take
     odd = {"type": "object", "properties": {"a": {"type": "object", "not": {"type": "string"}}},
            "required": ["a"]}  # fmt: skip
     assert takes(held(tools=[Tool("t", odd)], must=True), block(call("t", ("a", "false", "{}"))))
+
+
+def one(value, key="a", name="f", strict=False):
+    """A forced call of a tool with one argument."""
+    schema = {"type": "object", "properties": {key: value}, "required": [key]}
+    return held(tools=[Tool(name, schema, strict)], must=True)
+
+
+@pytest.mark.parametrize("value", [{}, {"type": "object"}, {"type": "array"}])
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_argument_has_no_more_layout_than_an_answer(vocabulary, value, strict):
+    matcher = grammar.compiled(one(value, strict=strict), vocabulary)
+    bracket = "[" if value.get("type") == "array" else "{"
+    head = (
+        f'\n\n<{MARK} calls>\n<{MARK} invoke name="f">\n<{MARK} parameter name="a" string="false">'
+    )
+    for gap, fine in (("\n  ", True), ("\n" * 300, False), (" " * 300, False)):
+        tokens = ids(head + bracket + gap)
+        assert (matcher.validate_tokens(tokens) == len(tokens)) is fine
+
+
+BAD_NAMES = ['a"b', "a\nb", "\x00", "\x1b[0m", "\t", "\x7f"]
+
+
+@pytest.mark.parametrize("name", BAD_NAMES)
+def test_names_that_no_call_can_carry_are_refused(name):
+    with pytest.raises(UsageError, match="property of the tool f") as caught:
+        one({}, key=name)
+    assert json.dumps(name) in str(caught.value)
+    with pytest.raises(UsageError, match="with the tool "):
+        one({}, name=name)
+
+
+@pytest.mark.parametrize("key", ["a b", "北京🚀", "<>", "a.b", "\\", "//", "é'"])
+def test_other_names_are_written_and_read_back(takes, key):
+    text = block(call("f", (key, "true", "x")))
+    assert takes(one({"type": "string"}, key=key), text)
+    [made], rest = Markup(MARK).read(text.split(Markup(MARK).open)[1], cut=False)
+    assert made.values == {key: "x"} and rest == ""
+
+
+@pytest.mark.parametrize("value, said", [
+    ({"type": "array", "items": {"pattern": "["}}, 'pattern "[" at tools[f].a/items'),
+    ({"$ref": "#/$defs/x"}, '$ref "#/$defs/x" at tools[f].a'),
+    ({"type": "array", "uniqueItems": True}, 'uses "uniqueItems" at tools[f].a, which'),
+    ({"type": "array", "items": {}, "maxItems": 1 << 64}, f"maxItems {1 << 64} at tools[f].a"),
+    ({"type": "string", "maxLength": 1 << 64}, f"maxLength {1 << 64} at tools[f].a"),
+    ({"type": "string", "minLength": 5, "maxLength": 2}, "at tools[f].a"),
+    (False, "at tools[f].a"),
+])  # fmt: skip
+def test_what_a_tool_cannot_ask_for_is_named(value, said):
+    with pytest.raises(UsageError) as caught:
+        grammar.check(one(value, strict=True))
+    assert said in str(caught.value) and "Lark" not in str(caught.value), str(caught.value)
 
 
 def test_nothing_is_held_where_nothing_is_asked():
