@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int]
 
+_GRAMMAR_WAIT = 0.2  # seconds; then whoever drives the steps may see that it is to stop
+
 
 @dataclass(slots=True, eq=False)
 class _Call:
@@ -513,7 +515,8 @@ class LLM:
                 if self._running:
                     raise InternalError("nothing-to-run", "requests are open but none can run")
                 if self._parked:
-                    self._compiler.wait([pending for *_, pending in self._parked.values()])
+                    asked = [pending for *_, pending in self._parked.values()]
+                    self._compiler.wait(asked, _GRAMMAR_WAIT)
                 return
             ahead = self.parts.overlap and not self._kinds["told"]
             if not ahead or step is None:

@@ -93,11 +93,11 @@ class Compiler:
         with self._news:
             self._tend()
 
-    def wait(self, pending: Iterable[Pending]) -> None:
-        """Until one of them has ended."""
-        some = list(pending)
+    def wait(self, pending: Iterable[Pending], seconds: float) -> None:
+        """Until one of them has ended, or for so long."""
+        some, end = list(pending), time.monotonic() + seconds
         with self._news:
-            while not any(one.ended for one in some):
+            while not any(one.ended for one in some) and time.monotonic() < end:
                 self._news.wait(0.05)
                 self._tend()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import threading
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -226,6 +227,29 @@ def test_di_29_a_request_that_goes_while_its_grammar_is_made(tokenizer):
     assert first.token_ids and "".join(delta.text for delta in stays) == "AB"
     assert "".join(delta.text for delta in plain) == "B"
     assert idle(llm)
+
+
+def test_a_step_does_not_wait_for_a_grammar_to_end(tokenizer):
+    """Who drives the steps can see between them that somebody wants to stop."""
+    hold = threading.Event()
+
+    def make(structured, tokens):
+        hold.wait(5)
+        return grammar.compiled(structured, tokens)
+
+    llm = engine(wants(b"AB", start=2), tokenizer=tokenizer)
+    llm._compiler = Compiler(tokenizer, VOCAB, (EOS,), 20.0, make)
+    params = SamplingParams(temperature=0, structured={"regex": "A+B"})
+    call = _Call()
+    llm._submit(call, llm._read([[1, 2]], params))
+    began = time.monotonic()
+    llm._step()
+    assert time.monotonic() - began < 2 and call.open == 1
+    hold.set()
+    while call.open:
+        llm._step()
+    llm._withdraw(call)
+    assert call.answers[0].result.text == "AB" and idle(llm)
 
 
 @pytest.mark.parametrize("rules", RULES, ids=NAMES)

@@ -354,7 +354,7 @@ def test_a_late_grammar_is_given_up_and_others_go_on(tokenizer):
     slow = [compiler.ask(Structured("regex", f"slow{at}")) for at in range(3)]
     quick = compiler.ask(Structured("regex", "quick"))
     while not (quick.ended and all(one.ended for one in slow)):
-        compiler.wait([one for one in (quick, *slow) if not one.ended])
+        compiler.wait([one for one in (quick, *slow) if not one.ended], 30)
     assert {one.problem.code for one in slow} == {"grammar-timeout"} and quick.problem is None
     assert "1 s" in slow[0].problem.message
     hold.set()
@@ -362,6 +362,6 @@ def test_a_late_grammar_is_given_up_and_others_go_on(tokenizer):
     again = compiler.ask(Structured("regex", "quick", after=(5,)))
     assert again is quick and again.begin((5,)).allowed() is None
     other = compiler.ask(Structured("lark", "quick"))
-    compiler.wait([other])
+    compiler.wait([other], 30)
     assert other is not quick and other.problem.code == "grammar-unsupported"
     assert made.count("quick") == 2
