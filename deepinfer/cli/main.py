@@ -6,6 +6,7 @@ Nothing heavy is imported at the top: help, version, completion and usage errors
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import signal
@@ -109,8 +110,22 @@ def _assembled() -> Any:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return the exit status; never raises."""
-    args = sys.argv[1:] if argv is None else list(argv)
+    """Run the command line and return the exit status; never raises.
+
+    Without `argv` it is this process's own: where grammars are still compiled then, the process
+    ends here, since Python's clean-up under a worker in native code would end it by SIGSEGV.
+    """
+    status = _status(sys.argv[1:] if argv is None else list(argv))
+    compiler = sys.modules.get("deepinfer.structured.compiler")
+    if argv is None and compiler is not None and compiler.at_work():
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+    return status
+
+
+def _status(args: list[str]) -> int:
     registry.rest_idle_threads()
     environ = registry.environment()
     output = Output(json_mode="--json" in args, environ=environ)

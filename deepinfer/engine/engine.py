@@ -347,6 +347,8 @@ class LLM:
                 self._persist()
                 self.parts.keep_times()
             self.parts = None
+        if self._compiler:
+            self._compiler.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -479,7 +481,8 @@ class LLM:
         """Make the result and tell the caller. The memory is given back when the scheduler hears
         of it."""
         sequence = answer.sequence
-        self._parked.pop(sequence, None)
+        if parked := self._parked.pop(sequence, None):
+            self._compiler.leave(parked[-1])
         if self._running.pop(sequence, None):
             self._kinds.subtract(answer.kinds)
             self._reaches -= Counter([reach(sequence.request.params)])  # drops what is 0

@@ -229,6 +229,27 @@ def test_di_29_a_request_that_goes_while_its_grammar_is_made(tokenizer):
     assert idle(llm)
 
 
+def test_a_call_that_is_interrupted_takes_its_grammars_along(tokenizer):
+    """Ctrl-C with 20 requests parked: what no worker has taken up never is, and close waits."""
+    hold, made = threading.Event(), []
+
+    def make(structured, tokens):
+        made.append(structured.source)
+        hold.wait(30)
+        return grammar.compiled(structured, tokens)
+
+    llm = engine(wants(b"AB", start=2), tokenizer=tokenizer)
+    llm._compiler = Compiler(tokenizer, VOCAB, (EOS,), 20.0, make)
+    call = _Call()
+    params = [SamplingParams(structured={"regex": f"A{{{at + 1}}}"}) for at in range(20)]
+    llm._submit(call, llm._read([[1, 2]] * 20, params))
+    llm._step()
+    llm._withdraw(call)
+    threading.Timer(0.2, hold.set).start()
+    llm.close()
+    assert len(made) == 2 and not any(worker.is_alive() for worker in llm._compiler._workers)
+
+
 def test_a_step_does_not_wait_for_a_grammar_to_end(tokenizer):
     """Who drives the steps can see between them that somebody wants to stop."""
     hold = threading.Event()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
 import sys
 import threading
 import time
@@ -365,3 +366,93 @@ def test_a_late_grammar_is_given_up_and_others_go_on(tokenizer):
     compiler.wait([other], 30)
     assert other is not quick and other.problem.code == "grammar-unsupported"
     assert made.count("quick") == 2
+
+
+def test_what_nobody_waits_for_is_dropped(tokenizer):
+    hold, made = threading.Event(), []
+
+    def make(asked, tokens):
+        made.append(asked.source)
+        hold.wait(30)
+        return grammar.compiled(asked, tokens)
+
+    compiler = Compiler(tokenizer, VOCAB, (EOS,), timeout=30, make=make)
+    busy = [compiler.ask(Structured("regex", name)) for name in "ab"]
+    twice, once = (compiler.ask(Structured("regex", name)) for name in "cd")
+    assert compiler.ask(Structured("regex", "c")) is twice
+    for one in (*busy, twice, once):
+        compiler.leave(one)
+    anew = compiler.ask(Structured("regex", "d"))
+    assert anew is not once
+    compiler.leave(anew)
+    hold.set()
+    while not twice.ended:
+        compiler.wait([twice], 30)
+    assert sorted(made) == ["a", "b", "c"] and not once.ended
+    # What a worker had taken up is there for the next one.
+    assert all(compiler.ask(one.structured) is one for one in busy)
+
+
+def test_close_drops_what_waits_and_lets_workers_come_back(tokenizer):
+    hold, made = threading.Event(), []
+
+    def make(asked, tokens):
+        made.append(asked.source)
+        hold.wait(30)
+        return grammar.compiled(asked, tokens)
+
+    compiler = Compiler(tokenizer, VOCAB, (EOS,), timeout=0.1, make=make)
+    asked = [compiler.ask(Structured("regex", name)) for name in "abc"]
+    while not asked[0].ended:  # given up, and its worker is there still
+        compiler.wait(asked[:1], 30)
+    waits = [compiler.ask(Structured("regex", f"{at}")) for at in range(5)]
+    began = time.monotonic()
+    compiler.close(0.2)
+    assert 0.2 <= time.monotonic() - began < 2
+    threading.Timer(0.2, hold.set).start()
+    compiler.close(30)
+    assert not any(worker.is_alive() for worker in compiler._workers)
+    count = len(made)
+    assert count < 8 and not waits[-1].ended and "4" not in made
+
+
+LEAVING = """
+import sys, time
+import torch
+from deepinfer.cli import main as cli
+from deepinfer.core.request import Structured
+from deepinfer.engine.assembly import embedded_model
+from deepinfer.structured import grammar
+from deepinfer.structured.compiler import Compiler
+from deepinfer.tokenizer.tokenizer import Tokenizer
+
+def make(asked, tokens):
+    while True:
+        matcher = grammar.compiled(asked, tokens)
+        if not forever:
+            return matcher
+
+def start(args):
+    for at in range(100):
+        source = f"(a{{1000}}){{{20 + at}}}[a-f]{{{at + 1}}}"
+        compiler.ask(Structured("regex", source))
+    while not compiler._tokens:
+        time.sleep(0.05)
+    time.sleep(0.3)
+    print("said", end="")
+    return 3
+
+forever = sys.argv[1] == "cli"
+tokenizer = Tokenizer(embedded_model() / "tokenizer.json", 0, 4096)
+compiler = Compiler(tokenizer, 4096, (1,), 60, make)
+cli._status = start
+sys.exit(cli.main() if forever else start([]))
+"""
+
+
+@pytest.mark.parametrize("way", ["python", "cli"])
+def test_a_process_can_leave_while_workers_compile(way):
+    """From Python it waits for them; the command line leaves those that do not come back."""
+    words = [sys.executable, "-c", LEAVING, way]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (3, "said"), done.stderr
