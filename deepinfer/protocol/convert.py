@@ -420,6 +420,11 @@ def _strict(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
     and of Messages the word itself."""
     tools = [_get(tool, "function") if kind == "chat" else tool for tool in given.get("tools", ())]
     key = "input_schema" if kind == "messages" else "parameters"
+    for tool in tools:
+        strict = _get(tool, "strict")
+        if strict is not None and not isinstance(strict, bool):
+            got = type(strict).__name__
+            raise _invalid(f"strict of the tool {tool['name']!r} is a {got}, not true or false")
     return {tool["name"]: _closed(tool.get(key)) for tool in tools if _get(tool, "strict")}
 
 

@@ -482,6 +482,15 @@ def test_a_strict_tool_keeps_the_limits_of_its_schema(kind):
     assert source.count('"additionalProperties": false') >= 3
 
 
+def test_strict_of_messages_is_true_or_false():
+    def asked(strict):
+        tool = {"name": "t", "strict": strict, "input_schema": TOOLS["other"]}
+        return {**body("messages"), "tools": [tool]}
+
+    refused("messages", asked("false"), "strict of the tool 't' is a str, not true or false")
+    assert read("messages", asked(False)).params.structured is None
+
+
 def test_a_constraint_beside_the_requests_own():
     own = {"structured": Structured("regex", "a")}
     think = (tokenizer().special("</think>"),)
