@@ -43,17 +43,12 @@ def open_frontend(settings: Settings, setup: Setup) -> tuple[Frontend, bytes]:
     """What reads requests for the checkpoint, and the checkpoint's identity. Raises
     CheckpointError for one without a chat format."""
     from deepinfer.checkpoint.layout import open_checkpoint
-    from deepinfer.engine.assembly import embedded_model
+    from deepinfer.engine.assembly import Folder, embedded_model
     from deepinfer.protocol.convert import Frontend
-    from deepinfer.tokenizer.tokenizer import Tokenizer
 
     folder = settings.model_dir or embedded_model()
-    checkpoint = open_checkpoint(folder, settings.origin("model_dir"))
-    config = checkpoint.config
-    tokenizer = None
-    if checkpoint.tokenizer_file:
-        tokenizer = Tokenizer(checkpoint.tokenizer_file, config.bos_token_id, config.vocab_size)
-    return Frontend(tokenizer, setup), checkpoint.identity()
+    model = Folder(open_checkpoint(folder, settings.origin("model_dir")))
+    return Frontend(model.tokenizer(), setup), model.identity()
 
 
 def prepare(frontend: Frontend, kind: str, body: object) -> Prepared:
