@@ -18,6 +18,7 @@ from deepinfer.errors import UsageError
 from deepinfer.speculative.schedule import DraftRules
 from deepinfer.structured import grammar
 from deepinfer.structured.compiler import Compiler
+from tests.compiling import held
 from tests.engine.fakes import EOS, THINK, VOCAB, byte_tokenizer, engine, idle, says
 
 STOP, LENGTH, ERROR = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ERROR
@@ -208,13 +209,8 @@ def test_di_29_one_that_never_compiles(tokenizer):
 
 def test_di_29_a_request_that_goes_while_its_grammar_is_made(tokenizer):
     hold = threading.Event()
-
-    def make(structured, tokens):
-        hold.wait(30)
-        return grammar.compiled(structured, tokens)
-
     llm = engine(wants(b"AB", start=2), tokenizer=tokenizer)
-    llm._compiler = Compiler(tokenizer, VOCAB, (EOS,), 20.0, make)
+    llm._compiler = Compiler(tokenizer, VOCAB, (EOS,), 20.0, held(hold, []))
     params = SamplingParams(temperature=0, structured={"regex": "A+B"})
     stays = llm.stream([1, 2], params)
     plain = llm.stream([1, 2], SamplingParams(temperature=0))
@@ -232,14 +228,8 @@ def test_di_29_a_request_that_goes_while_its_grammar_is_made(tokenizer):
 def test_a_call_that_is_interrupted_takes_its_grammars_along(tokenizer):
     """Ctrl-C with 20 requests parked: what no worker has taken up never is, and close waits."""
     hold, made = threading.Event(), []
-
-    def make(structured, tokens):
-        made.append(structured.source)
-        hold.wait(30)
-        return grammar.compiled(structured, tokens)
-
     llm = engine(wants(b"AB", start=2), tokenizer=tokenizer)
-    llm._compiler = Compiler(tokenizer, VOCAB, (EOS,), 20.0, make)
+    llm._compiler = Compiler(tokenizer, VOCAB, (EOS,), 20.0, held(hold, made))
     call = _Call()
     params = [SamplingParams(structured={"regex": f"A{{{at + 1}}}"}) for at in range(20)]
     llm._submit(call, llm._read([[1, 2]] * 20, params))
@@ -253,13 +243,8 @@ def test_a_call_that_is_interrupted_takes_its_grammars_along(tokenizer):
 def test_a_step_does_not_wait_for_a_grammar_to_end(tokenizer):
     """Who drives the steps can see between them that somebody wants to stop."""
     hold = threading.Event()
-
-    def make(structured, tokens):
-        hold.wait(5)
-        return grammar.compiled(structured, tokens)
-
     llm = engine(wants(b"AB", start=2), tokenizer=tokenizer)
-    llm._compiler = Compiler(tokenizer, VOCAB, (EOS,), 20.0, make)
+    llm._compiler = Compiler(tokenizer, VOCAB, (EOS,), 20.0, held(hold, [], 5))
     params = SamplingParams(temperature=0, structured={"regex": "A+B"})
     call = _Call()
     llm._submit(call, llm._read([[1, 2]], params))

@@ -20,6 +20,7 @@ from deepinfer.structured import grammar
 from deepinfer.structured.compiler import Compiler
 from deepinfer.structured.constraint import Constraint, leaves
 from deepinfer.tokenizer.tokenizer import Tokenizer
+from tests.compiling import held
 
 EOS, VOCAB = 1, 4096
 HUGE = 2**64 - 1
@@ -370,13 +371,7 @@ def test_a_late_grammar_is_given_up_and_others_go_on(tokenizer):
 
 def test_what_nobody_waits_for_is_dropped(tokenizer):
     hold, made = threading.Event(), []
-
-    def make(asked, tokens):
-        made.append(asked.source)
-        hold.wait(30)
-        return grammar.compiled(asked, tokens)
-
-    compiler = Compiler(tokenizer, VOCAB, (EOS,), timeout=30, make=make)
+    compiler = Compiler(tokenizer, VOCAB, (EOS,), timeout=30, make=held(hold, made))
     busy = [compiler.ask(Structured("regex", name)) for name in "ab"]
     twice, once = (compiler.ask(Structured("regex", name)) for name in "cd")
     assert compiler.ask(Structured("regex", "c")) is twice
@@ -395,13 +390,7 @@ def test_what_nobody_waits_for_is_dropped(tokenizer):
 
 def test_close_drops_what_waits_and_lets_workers_come_back(tokenizer):
     hold, made = threading.Event(), []
-
-    def make(asked, tokens):
-        made.append(asked.source)
-        hold.wait(30)
-        return grammar.compiled(asked, tokens)
-
-    compiler = Compiler(tokenizer, VOCAB, (EOS,), timeout=0.1, make=make)
+    compiler = Compiler(tokenizer, VOCAB, (EOS,), timeout=0.1, make=held(hold, made))
     asked = [compiler.ask(Structured("regex", name)) for name in "abc"]
     while not asked[0].ended:  # given up, and its worker is there still
         compiler.wait(asked[:1], 30)
