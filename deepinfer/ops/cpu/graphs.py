@@ -52,14 +52,14 @@ class Graphs:
             out = found.launch(inputs)
         elif found is None:
             out = function(*inputs)
-        elif found in range(_BEFORE):
+        elif isinstance(found, int) and found < _BEFORE:
             out, found = function(*inputs), found + 1
         else:
             out, graph = self._captured(function, inputs)
             if graph is not None and isinstance(found, _Graph):
                 # What differs from one step to the next a single capture would miss.
-                graph.confirmed = True
-                graph = graph if graph.numbers == found.numbers else None
+                graph.confirmed = graph.numbers == found.numbers
+                graph = graph if graph.confirmed else None
             found = graph
         self._kept[key] = found
         if len(self._kept) > _KEPT:
