@@ -193,7 +193,7 @@ class Live:
         """What chooses the token that comes `behind` tokens after the newest one, for each of the
         slots [rows]; of: the slots of these numbers [rows]."""
         if not drawing.drawn and self._judged:
-            return Rows.greedy(len(slots if of is None else of), self.device)
+            return Rows.greedy(len(slots if of is None else of), self.device, self._ops.draw)
         slots = slots if of is None else slots[of]
         return Rows(
             seed=self._seed[slots],

@@ -1,7 +1,7 @@
 """The arithmetic of random words and Gumbel noise, for numpy and torch arrays alike.
 
 Words come in, words and noise go out. One IEEE operation at a time, hence the same bits in every
-library and on every device. It must not know seeds, positions or what is drawn.
+library and on every device. It must not know what is drawn.
 
 All arithmetic is modulo 2^64, ``G = 0x9E3779B97F4A7C15``, ``mix`` the finaliser of SplitMix64
 (Steele, Lea, Flood 2014)::
@@ -9,6 +9,10 @@ All arithmetic is modulo 2^64, ``G = 0x9E3779B97F4A7C15``, ``mix`` the finaliser
     word(key, v)  = mix(key + G * (v + 1))       # v-th of SplitMix64 from key
     uniform(word) = ((word >> 12) + 0.5) * 2^-52 # inside (0, 1), never 0 or 1
     gumbel(word)  = -log(-log(uniform(word)))    # standard Gumbel
+
+and of a seed, a position and what the noise is for::
+
+    key           = mix(mix(mix(seed + G) ^ purpose) + G * (position + 1))
 """
 
 from __future__ import annotations
@@ -37,6 +41,11 @@ def mixed(x: Any) -> Any:
     x = (x ^ shifted(x, 30)) * signed(M1)
     x = (x ^ shifted(x, 27)) * signed(M2)
     return x ^ shifted(x, 31)
+
+
+def named(seeds: Any, positions: Any, purpose: Any) -> Any:
+    """``key`` of int64 words of tensors; purpose: of all, or a tensor too."""
+    return mixed(mixed(mixed(seeds + signed(G)) ^ purpose) + signed(G) * (positions + 1))
 
 
 def shifted(x: Any, bits: int) -> Any:

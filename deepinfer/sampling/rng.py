@@ -90,7 +90,7 @@ def keys(
     seeds: int64 [rows], the bits of the seed (`signed`); positions: int64 [rows]; purpose: of all,
     or int64 [rows].
     """
-    return mixed(mixed(mixed(seeds + signed(G)) ^ purpose) + signed(G) * (positions + 1))
+    return noise.named(seeds, positions, purpose)
 
 
 def uniform_rows(

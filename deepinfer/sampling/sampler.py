@@ -17,8 +17,9 @@ import torch
 
 from deepinfer.core.request import TokenLogprob
 from deepinfer.core.step import Likelihoods
+from deepinfer.ops.torch.sampling import finite
 from deepinfer.sampling import rng
-from deepinfer.sampling.logits import Rows, log_normaliser, masked, masses, process
+from deepinfer.sampling.logits import Rows, log_normaliser, masses, process
 
 _BLOCK = 1 << 18  # elements worked on at once: float64 temporaries that stay in a cache
 _BLOCK_DEVICE = 1 << 22  # where starting work costs more than its temporaries
@@ -27,13 +28,10 @@ _BLOCK_DEVICE = 1 << 22  # where starting work costs more than its temporaries
 def sample(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
     """One id per row of float32 logits [rows, vocab], int64 [rows]; -1 if the row is not finite, or
     nothing is left to choose."""
-    if not (rows.drawn or rows.changed):
-        fine = _finite(logits)
-        # torch promises the first of equal maxima, hence the lowest id
-        if rows.allowed is None:
-            return torch.where(fine, logits.argmax(dim=-1), -1)
-        highest = masked(logits, rows.allowed).max(dim=-1)
-        return torch.where(fine & (highest.values > float("-inf")), highest.indices, -1)
+    if not (rows.changed or rows.drawn):
+        return rows.draw(logits, rows.allowed)
+    if not (rows.changed or rows.widest or rows.floored):
+        return rows.draw(logits, rows.allowed, rows.seed, rows.temperature, rows.position)
     ids = torch.empty_like(rows.position)
     for block in blocks(logits):
         some = rows.at(block)
@@ -55,7 +53,7 @@ def scores(logits: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, torch.Tensor
 
     The others, not finite or with everything forbidden, are 0.
     """
-    fine = _finite(logits)
+    fine = finite(logits)
     x = process(logits.masked_fill(~fine[:, None], 0.0), rows)
     fine = fine & (x.amax(dim=-1) > float("-inf"))
     return x.masked_fill(~fine[:, None], 0.0), fine
@@ -64,7 +62,7 @@ def scores(logits: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, torch.Tensor
 def choose(x: torch.Tensor, rows: Rows, purpose: int | torch.Tensor = rng.TARGET) -> torch.Tensor:
     """Ids int64 [rows] from `scores` x [rows, vocab], with the noise of that purpose."""
     if rows.drawn:
-        return rows.draw(x, rows.keys(purpose), rows.warm)
+        return rows.draw(x, None, rows.keys(purpose), rows.warm.to(x.dtype))
     return x.argmax(dim=-1)
 
 
@@ -80,13 +78,13 @@ def likelihoods(
     found = []
     for block in blocks(logits, len(rows)):
         some = logits[rows[block]]
-        finite = _finite(some)
+        fine = finite(some)
         some = torch.nan_to_num(some)
         x = some.to(torch.float64)
         highest, totals = masses(x)
         chosen = x.gather(-1, targets[block, None])[:, 0]
         ids = _ranked(some, most)
-        found.append((finite, highest, totals, chosen, ids, x.gather(-1, ids)))
+        found.append((fine, highest, totals, chosen, ids, x.gather(-1, ids)))
     names = [field.name for field in fields(Likelihoods)]
     return dict(zip(names, map(torch.cat, zip(*found, strict=True)), strict=True))
 
@@ -102,18 +100,13 @@ def logprobs(
     columns = [getattr(held, field.name)[part] for field in fields(held)]
     columns[4:] = [column[:, :top] for column in columns[4:]]
     out: list[TokenLogprob | None] = []
-    for target, finite, highest, total, chosen, ids, values in zip(
+    for target, fine, highest, total, chosen, ids, values in zip(
         targets, *(column.tolist() for column in columns), strict=True
     ):
         norm = log_normaliser(highest, total)
         best = tuple((token, value - norm) for token, value in zip(ids, values, strict=True))
-        out.append(TokenLogprob(target, chosen - norm, best) if finite else None)
+        out.append(TokenLogprob(target, chosen - norm, best) if fine else None)
     return out
-
-
-def _finite(logits: torch.Tensor) -> torch.Tensor:
-    """Which rows of [rows, vocab] are finite, bool [rows]: 0 times anything else is NaN."""
-    return (logits * 0).sum(dim=-1) == 0
 
 
 def _ranked(logits: torch.Tensor, count: int) -> torch.Tensor:

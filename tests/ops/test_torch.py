@@ -224,11 +224,18 @@ def engram_gate(n):
 
 
 def draw(n):
-    x = normal(n, 9001, dtype=torch.float64, scale=3).round()  # ties: the first counts
-    x[:, 11::13] = float("-inf")
-    x[5:7] = float("-inf")
-    streams, drawn = integers(1 << 62, n, low=-(1 << 62)), integers(2, n, seed=2) > 0
-    return (x, streams, drawn), OPS.draw
+    logits = normal(n, 9001, dtype=torch.float32, scale=3).round()  # ties: the first counts
+    scores = logits.to(torch.float64)
+    scores[:, 11::13], scores[5:7] = float("-inf"), float("-inf")
+    logits[3::5, 4500], logits[4::5, 8999] = float("nan"), float("-inf")
+    allowed = integers(256, n, 1128, seed=3).to(torch.uint8)
+    allowed[2::5] = 0  # but for bits behind the last id
+    allowed[2::5, -1] = 254
+    streams, warm = integers(1 << 62, n, low=-(1 << 62)), integers(3, n, seed=2) / 2.0
+    return (logits, scores, allowed, streams, warm.double()), lambda x, y, bits, *noise: (
+        OPS.draw(x), OPS.draw(x, bits), OPS.draw(x, None, *noise), OPS.draw(x, bits, *noise),
+        OPS.draw(y), OPS.draw(y, None, *noise), OPS.draw(x, bits, *noise, noise[0] >> 40),
+    )  # fmt: skip
 
 
 CASES = {

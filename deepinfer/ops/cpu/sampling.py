@@ -8,14 +8,27 @@ from deepinfer.ops.cpu.library import LONG, PTR, Library
 
 
 def draw(library: Library):
-    call = library.op("draw", PTR, PTR, PTR, LONG, LONG, PTR)
+    call = library.op("draw", PTR, PTR, PTR, PTR, PTR, LONG, LONG, LONG, LONG, PTR)
 
-    def draw(x: torch.Tensor, streams: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
-        x, streams, drawn = x.contiguous(), streams.contiguous(), drawn.contiguous()
+    def draw(
+        x: torch.Tensor,
+        allowed: torch.Tensor | None = None,
+        streams: torch.Tensor | None = None,
+        temperature: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         rows, vocab = x.shape
+        x, *rest = (
+            None if part is None else part.contiguous()
+            for part in (x, allowed, streams, temperature, positions)
+        )
         ids = torch.empty(rows, dtype=torch.int64)
         if rows:
-            call(x.data_ptr(), streams.data_ptr(), drawn.data_ptr(), rows, vocab, ids.data_ptr())
+            call(
+                x.data_ptr(), *(None if part is None else part.data_ptr() for part in rest), rows,
+                vocab, 0 if allowed is None else allowed.shape[1], x.dtype == torch.float64,
+                ids.data_ptr(),
+            )  # fmt: skip
         return ids
 
     return draw

@@ -2,4 +2,4 @@
 
 from deepinfer.ops.specs import EXACT, OpSpec
 
-SPECS = (OpSpec("draw", "sampling", "arg-max of scores and the noise of their streams", EXACT),)
+SPECS = (OpSpec("draw", "sampling", "arg-max of allowed logits, with noise where drawn", EXACT),)
