@@ -37,19 +37,26 @@ class Constraint:
     where the grammar may end. after: see `Structured`."""
 
     def __init__(self, matcher: LLMatcher, eos_ids: Iterable[int], after: tuple[int, ...]) -> None:
-        self._grammar, self._matcher = matcher, matcher.deep_copy()
-        self._eos_ids, self._after = frozenset(eos_ids), after
+        self._grammar, self._eos_ids, self._after = matcher, frozenset(eos_ids), after
+        self._nothing = np.zeros_like(np.frombuffer(matcher.compute_bitmask(), np.uint8))
+        self.restart()
+
+    def restart(self) -> None:
+        """The answer has no token."""
+        self._matcher = self._grammar.deep_copy()
         self._tail: tuple[int, ...] = ()  # newest ids of an answer that is free
         self._taken: list[int] = []  # what the matcher has consumed, drafts included
         self._drafts: list[int] = []
         # Behind the newest token, and behind each of the drafts.
-        self._places = [_Place.FREE if after else _Place.HELD]
+        self._places = [_Place.FREE if self._after else _Place.HELD]
         self._masks: list[Mask | bool] = [False]  # False: not computed
-        self._nothing = np.zeros_like(np.frombuffer(matcher.compute_bitmask(), np.uint8))
         self._said = ""
 
     def push(self, token: int) -> None:
         """The answer got a token, for good; one that ends it need not be told."""
+        if not self._drafts and self._places[0] is _Place.HELD and self._follows(token):
+            self._masks[0] = False
+            return
         if self._drafts[:1] != [token]:
             self._back_to(0)
             self._go(token)
@@ -97,23 +104,23 @@ class Constraint:
             behind = self._tail_with(self._drafts) == self._after
             self._reach(_Place.HELD if behind else _Place.FREE)
             return
-        legal = place is _Place.HELD and _allows(self._mask(len(self._drafts)), token)
-        legal = legal and token not in self._eos_ids  # nothing comes behind the end
+        follows = place is _Place.HELD and self._follows(token)
         self._drafts.append(token)
-        if legal and self._consume(token):
-            self._reach(_Place.HELD)
-        else:
-            self._reach(_Place.DEAD)
+        self._reach(_Place.HELD if follows else _Place.DEAD)
 
     def _reach(self, place: _Place) -> None:
         self._places.append(place)
         self._masks.append(False)
 
-    def _consume(self, token: int) -> bool:
+    def _follows(self, token: int) -> bool:
+        """Take it where the grammar allows it behind all that was taken, and goes on."""
+        if token < 0 or token in self._eos_ids:  # nothing comes behind the end
+            return False
         if self._matcher.try_consume_tokens([token]) == 1:
             self._taken.append(token)
             return True
-        self._recover()
+        if self._matcher.is_error():
+            self._recover()
         return False
 
     def _mask(self, at: int) -> Mask:
@@ -126,7 +133,7 @@ class Constraint:
         if self._places[at] is _Place.FREE:
             return None
         if self._places[at] is _Place.HELD:
-            assert at == len(self._drafts), "the others' were needed to consume what follows"
+            self._back_to(at)
             mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
             if not self._matcher.is_error():
                 return mask
@@ -138,6 +145,8 @@ class Constraint:
 
     def _back_to(self, count: int) -> None:
         """Only so many drafts."""
+        if count == len(self._drafts):
+            return
         held = [place is _Place.HELD for place in self._places[count:]]
         taken = sum(a and b for a, b in zip(held, held[1:], strict=False))
         if taken:
@@ -161,7 +170,3 @@ def leaves(mask: np.ndarray, ids: Iterable[int]) -> bool:
     for token in ids:
         left[token >> 3] &= ~np.uint8(1 << (token & 7))
     return bool(left.any())
-
-
-def _allows(mask: Mask, token: int) -> bool:
-    return token >= 0 and (mask is None or bool(mask[token >> 3] >> (token & 7) & 1))

@@ -121,8 +121,9 @@ def compiled(structured: Structured, tokens: LLTokenizer) -> LLMatcher:
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(verbose_errors=False, **_LIMITS)
-    matcher = LLMatcher(tokens, _text(structured), log_level=0, limits=limits)
+    matcher = LLMatcher(tokens, _unforced(_text(structured)), log_level=0, limits=limits)
     if matcher.is_error():
+        check(structured)  # in the caller's words, if it can be told from those
         raise _refused(structured, matcher.get_error())
     tried = matcher.deep_copy()
     for _ in range(2):
@@ -166,6 +167,15 @@ def _text(structured: Structured, root: str = "#") -> str:
         return LLMatcher.grammar_from_json_schema(source, overrides={"whitespace_pattern": _GAP})
     except ValueError as problem:
         raise _refused(structured, str(problem), root) from None
+
+
+def _unforced(text: str) -> str:
+    """The grammar with every tokenisation of what it forces: a mask then allows what can be
+    consumed, no less, and either tells the other."""
+    if text.startswith("{"):
+        [part] = json.loads(text)["grammars"]
+        text = part.get("lark_grammar") or f"start: %json {json.dumps(part['json_schema'])}"
+    return text + '\n%llguidance {"no_forcing": true}\n'
 
 
 def _schemas(source: str) -> Iterator[tuple[str, object, int, int]]:
