@@ -15,6 +15,8 @@ import torch
 def send(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
     """Tensors on ``device``, of the arrays' common type. The host goes on at once, and may change
     its arrays."""
+    if len(arrays) == 1 and device.type == "cpu":
+        return [torch.from_numpy(arrays[0].copy())]
     flat = torch.from_numpy(np.concatenate([a.ravel() for a in arrays]))
     if device.type != "cpu":
         flat = flat.pin_memory().to(device, non_blocking=True) if len(flat) else flat.to(device)

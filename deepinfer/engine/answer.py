@@ -38,9 +38,9 @@ class Answer:
     replayed: rows run again to refill windows after it; recomputed: other rows run again.
     keep_rows: collect the logits of every row in `kept`. counts: of its drafts. constraint: what
     its grammar allows next. slot: where its tokens are found while it decodes. told: what chooses
-    its tokens depends on those before; followed: so does its end or what is told of it, and it is
-    looked at after every step. ended: why its newest token is the last one. Times are clock
-    readings in seconds.
+    its tokens depends on those before; shifted: it is more than a grammar. followed: its end or
+    what is told of it depends on them too, and it is looked at after every step. ended: why its
+    newest token is the last one. Times are clock readings in seconds.
     """
 
     sequence: Generation
@@ -63,6 +63,7 @@ class Answer:
     slot: int | None = None
     followed: bool = False
     told: bool = False
+    shifted: bool = False
     ended: FinishReason | None = None
     result: Completion | None = None
     _delivered: tuple[int, int, int] = (0, 0, 0)  # tokens, pieces of text, log-probabilities
@@ -71,9 +72,9 @@ class Answer:
     def __post_init__(self) -> None:
         params = self.sequence.request.params
         self.text = StopText(self.parts.tokenizer, params.stop)
-        shifted = bool(params.penalised or params.logit_bias or params.min_tokens)
-        self.told = shifted or params.structured is not None
-        self.followed = shifted or bool(params.stop) or params.logprobs is not None
+        self.shifted = bool(params.penalised or params.logit_bias or params.min_tokens)
+        self.told = self.shifted or params.structured is not None
+        self.followed = self.shifted or bool(params.stop) or params.logprobs is not None
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -127,7 +128,7 @@ class Answer:
         that is more than a grammar."""
         sequence, request = self.sequence, self.sequence.request
         params = request.params
-        if not (params.penalised or params.logit_bias or params.min_tokens):
+        if not self.shifted:
             return None
         forbidden: tuple[int, ...] = ()
         if sequence.generated + len(drafts) < params.min_tokens:
@@ -156,11 +157,23 @@ class Answer:
         ended = not params.ignore_eos and token in self.parts.eos_ids
         return ended or token in params.stop_token_ids
 
+    def constrain(self, tokens: Sequence[int], last: bool = True) -> None:
+        """Its grammar follows the newest tokens, whenever they are appended; what ends the answer
+        is no part of it. last: may one do that?"""
+        for token in tokens:
+            if last and self.ends(token):
+                return
+            self.constraint.push(token)
+
+    def constrain_afresh(self) -> None:
+        """Its grammar may have followed tokens that are lost."""
+        if self.constraint:
+            self.constraint.restart()
+            self.constrain(self.sequence.tokens[self.sequence.prompt_tokens :])
+
     def append(self, tokens: Sequence[int]) -> None:
         """Append tokens of which none ends the answer; their text is made when it is needed."""
         self.sequence.tokens += tokens
-        for token in tokens if self.constraint else ():
-            self.constraint.push(token)
         if self.parts.tokenizer:
             self._late += tokens
 
@@ -182,8 +195,6 @@ class Answer:
         if self.ends(token):
             self.ended = FinishReason.STOP
             return True
-        if self.constraint:
-            self.constraint.push(token)
         may_stop = sequence.generated >= params.min_tokens
         self.pieces.append(self.text.push(token, may_stop=may_stop))
         if self.text.stopped:

@@ -33,7 +33,12 @@ from deepinfer.speculative.verify import verify
 
 
 class Told(Protocol):
-    """A request whose rows only the host can make, behind its newest token and these drafts."""
+    """A request whose rows only the host can make, behind its newest token and these drafts.
+
+    shifted: more than a grammar changes its logits.
+    """
+
+    shifted: bool
 
     def row(self, drafts: Sequence[int]) -> Row | None:
         """What changes its logits; None: nothing does."""
@@ -186,14 +191,20 @@ class Device:
         return flight, found
 
     def _masks(self, step: Step, told: Mapping[Generation, Told]) -> torch.Tensor | None:
-        """`Rows.allowed` of a step without drafts in which grammars are all that the host must
-        tell; None: it is not such a step."""
-        if step.plan.decoding.drafts or any(one.row(()) is not None for one in told.values()):
+        """`Rows.allowed` of a step whose rows the plan alone shares out, and in which grammars are
+        all that the host must tell; None: it is not such a step."""
+        live, device = self.live, self.live.device
+        count, choosing = step.plan.decoding.drafts, step.choosing
+        if (count and self._rules.varlen) or any(one.shifted for one in told.values()):
             return None
-        masks = {at: told[sequence].allowed(()) for at, sequence in enumerate(step.choosing)
-                 if sequence in told}  # fmt: skip
-        masks = {at: mask for at, mask in masks.items() if mask is not None}
-        return _bits(masks, len(step.choosing), self.live.device)
+        if not count:
+            return _bits([one and one.allowed(()) for one in map(told.get, choosing)], device)
+        drafts = live.drafts[live.slots(step.plan.decoding.slots)].tolist()
+        return _bits([
+            one and one.allowed(some[:behind])
+            for one, some in zip(map(told.get, choosing), drafts, strict=True)
+            for behind in range(1 + count)
+        ], device)  # fmt: skip
 
     def _decoding(
         self, plan: StepPlan, drawing: Drawing, masks: torch.Tensor | None
@@ -456,22 +467,21 @@ class Device:
 
 def _changed(columns: Rows, rows: Sequence[tuple[int, Told, Sequence[int]]]) -> Rows:
     """With what requests say of these rows, behind these drafts."""
-    changed, masks = {}, {}
+    changed: dict[int, Row] = {}
+    masks: list[np.ndarray | None] = [None] * len(columns)
     for at, told, drafts in rows:
-        row, mask = told.row(drafts), told.allowed(drafts)
+        row, masks[at] = told.row(drafts), told.allowed(drafts)
         if row is not None:
             changed[at] = row
-        if mask is not None:
-            masks[at] = mask
-    allowed = _bits(masks, len(columns), columns.seed.device)
-    return replace(columns, changed=changed, allowed=allowed)
+    return replace(columns, changed=changed, allowed=_bits(masks, columns.seed.device))
 
 
-def _bits(masks: Mapping[int, np.ndarray], count: int, device: torch.device) -> torch.Tensor | None:
-    """`Rows.allowed` of so many rows; None: no row has a mask."""
-    if not masks:
+def _bits(masks: Sequence[np.ndarray | None], device: torch.device) -> torch.Tensor | None:
+    """`Rows.allowed` of rows with these masks; None: no row has one."""
+    some = [mask for mask in masks if mask is not None]
+    if not some:
         return None
-    bits = np.full((count, len(next(iter(masks.values())))), 0xFF, dtype=np.uint8)
-    for at, mask in masks.items():
-        bits[at] = mask
-    return send([bits], device)[0]
+    if len(some) < len(masks):
+        whole = np.full_like(some[0], 0xFF)
+        some = [whole if mask is None else mask for mask in masks]
+    return send([np.concatenate(some).reshape(len(masks), -1)], device)[0]

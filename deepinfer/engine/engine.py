@@ -633,6 +633,7 @@ class LLM:
                 self._take_chunk(chunk, logits, scored, *self._running[sequence], run, landed)
             rows += chunk.logits
         judged: list[tuple[int, Generation, int, int, bool]] = []
+        self._constrain(step, outcome)
         self._landing = 1
         for at in self._log.write(self._slots(step), outcome):
             running = self._running.get(step.choosing[at])
@@ -648,6 +649,16 @@ class LLM:
                 if sequence in self._running
             ]
         self._landed.append(landed)
+
+    def _constrain(self, step: Step, outcome: Outcome) -> None:
+        """Grammars follow every token at once, those whose answers are not due too."""
+        if not self._kinds["told"]:
+            return
+        columns = (x.tolist() for x in (outcome.tokens, outcome.counts, outcome.look))
+        for sequence, tokens, count, look in zip(step.choosing, *columns, strict=True):
+            answer, _ = self._running.get(sequence, (None, None))
+            if answer is not None and answer.constraint:
+                answer.constrain(tokens[:count], look)
 
     def _slots(self, step: Step) -> np.ndarray:
         """Slots of the requests that choose; those of the decoding ones are kept."""
@@ -734,8 +745,8 @@ class LLM:
         answer.highest = max(answer.highest, computed)
         landed.advanced.append((sequence, sequence.preemptions, computed))
         next_page = computed // size * size + size + 1
-        told = answer.followed or answer.told
-        self._log.tell[answer.slot] = 0 if told else min(next_page, sequence.request.end)
+        due = 0 if answer.followed else min(next_page, sequence.request.end)
+        self._log.tell[answer.slot] = due
 
     def _catch_up(self, answer: Answer) -> None:
         """Read what an answer got so far, before its slot is another's; but not of a step that
@@ -794,6 +805,7 @@ class LLM:
         steps that have landed left for all to find."""
         for answer, call in list(self._running.values()):
             self._catch_up(answer)
+            answer.constrain_afresh()
             if answer.ended:  # it was told its last token, but not that it is over
                 self._finish(answer, call, answer.ended)
         self._flight, self._landing = None, 0

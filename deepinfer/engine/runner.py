@@ -110,8 +110,16 @@ class Runner:
         """``Draft.block`` of requests, int64 [R] each: the newest token ``anchors`` of ``slots``
         follows position ``last``; ``first``: see `RingContext`. Needs ``draft``."""
         assert self.draft is not None, "a runner without draft stages"
-        memory = RingContext(self.config, self.pools, self.ops, slots, last, first)
-        return DraftBlock(self.draft, *self.draft.block(anchors, last, memory))
+        draft = self.draft
+
+        def block(slots, anchors, last, first):
+            memory = RingContext(self.config, self.pools, self.ops, slots, last, first)
+            x, base = draft.block(anchors, last, memory)
+            return {"x": x, "base": base}
+
+        inputs = slots, anchors, last, first
+        found = self.graphs.run(("block",), block, *inputs) if self.graphs else block(*inputs)
+        return DraftBlock(draft, **found)
 
     def _tokens(
         self, chunks: Sequence[Chunk], live: LiveRows | None

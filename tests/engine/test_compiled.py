@@ -241,6 +241,31 @@ def test_captured_steps_change_no_bit(model, library, rule, kind, graph):
     assert graph in kept
 
 
+@pytest.mark.parametrize(
+    ("drafts", "temperature", "graphs"),
+    [(0, 0.0, {"step"}), (0, 1.0, {"step"}), (5, 1.0, {"step", "block"})],
+)
+def test_captured_steps_under_a_grammar(library, drafts, temperature, graphs):
+    """Masks are what a graph is launched with; a request beside them has none."""
+    schema = {"type": "array", "items": {"enum": ["north", "south"]}, "minItems": 9, "maxItems": 9}
+    held = SamplingParams(max_tokens=40, temperature=temperature, seed=4,
+                          structured={"json_schema": schema})  # fmt: skip
+    asked = [held, SamplingParams(max_tokens=40, temperature=temperature, seed=5), held]
+    rule, found = {"verify": "coupled"} if drafts else {}, []
+    for kept in (True, False):
+        with LLM(accelerator="cpu", build_dir=library, mtp=drafts, **rule) as llm:
+            ops = llm.parts.runner.ops
+            if not kept:
+                ops.graphs = None
+            results = llm.generate(["Where?", "One two three", "And then?"], asked)
+            found.append([(r.token_ids, r.finish_reason) for r in results])
+            if kept:
+                names = {key[0][0] for key, one in ops.graphs._kept.items()
+                         if getattr(one, "confirmed", False)}  # fmt: skip
+    assert found[0] == found[1]
+    assert graphs <= names
+
+
 def test_captured_steps_belong_to_their_engine(model, library):
     """Two engines over one model, one behind the other: a graph of the first knows its memory."""
     made = parts(model, library)
