@@ -1,7 +1,7 @@
 """Reference of the op that draws tokens. Comes in: logits or scores, what a grammar allows of them
 and streams of noise. Goes out: ids.
 
-Must not know seeds, temperatures or requests (serving semantics §4, coupled verification).
+Must not know requests or grammars (serving semantics §4, coupled verification).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import functools
 import math
 from itertools import repeat
 
-import numpy as np
 import torch
 
 from deepinfer.ops import noise
@@ -73,8 +72,8 @@ def masked(x: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
 @functools.lru_cache(maxsize=8)
 def _of_bits(device: str) -> torch.Tensor:
     """0 for each bit of a byte that is set and -inf for the others, float32 [256, 8]."""
-    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-    return torch.from_numpy(np.where(bits, 0.0, -math.inf).astype(np.float32)).to(device)
+    bits = torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device) & 1
+    return torch.zeros(256, 8, device=device).masked_fill_(bits == 0, -math.inf)
 
 
 def gumbel(streams: torch.Tensor, count: int) -> torch.Tensor:
