@@ -147,12 +147,10 @@ class Device:
         marks = [self.clock.mark()]
         live.grow(plan.grown)
         live.begin([self._begin(step.chunks[at][0]) for at in step.finishing])
-        simple = not (plan.chunks or plan.loads or drawing.scored)
-        masks = self._masks(step, told) if simple and told else None
-        if not simple or (told and masks is None):
+        if plan.chunks or plan.loads or drawing.scored or self._changes(plan, told):
             flight, found = self._mixed(step, drawing, told, marks)
         else:
-            found = self._decoding(plan, drawing, masks)
+            found = self._decoding(plan, drawing, self._masks(step, told) if told else None)
             logits, first = found.pop("logits"), found.pop("first")
             slots = live.slots(plan.decoding.slots)
             flight = Flight(step, slots, logits, logits, first, marks)
@@ -190,13 +188,15 @@ class Device:
             found |= self._score(flight, found["tokens"])
         return flight, found
 
+    def _changes(self, plan: StepPlan, told: Mapping[Generation, Told]) -> bool:
+        """Must the host tell more than masks, or of rows that the plan alone does not share out?"""
+        shared = plan.decoding is not None and plan.decoding.drafts and self._rules.varlen
+        return bool(told) and bool(shared or any(one.shifted for one in told.values()))
+
     def _masks(self, step: Step, told: Mapping[Generation, Told]) -> torch.Tensor | None:
-        """`Rows.allowed` of a step whose rows the plan alone shares out, and in which grammars are
-        all that the host must tell; None: it is not such a step."""
+        """`Rows.allowed` of the decoding requests."""
         live, device = self.live, self.live.device
         count, choosing = step.plan.decoding.drafts, step.choosing
-        if (count and self._rules.varlen) or any(one.shifted for one in told.values()):
-            return None
         if not count:
             return _bits([one and one.allowed(()) for one in map(told.get, choosing)], device)
         drafts = live.drafts[live.slots(step.plan.decoding.slots)].tolist()

@@ -9,6 +9,7 @@ import torch
 
 from deepinfer import LLM, SamplingParams
 from deepinfer.cli.main import main
+from deepinfer.core.request import Structured
 from deepinfer.engine.assembly import assemble
 from deepinfer.engine.compiled import open_compiled
 from deepinfer.errors import EnvironmentProblem, UsageError
@@ -242,14 +243,17 @@ def test_captured_steps_change_no_bit(model, library, rule, kind, graph):
 
 
 @pytest.mark.parametrize(
-    ("drafts", "temperature", "graphs"),
-    [(0, 0.0, {"step"}), (0, 1.0, {"step"}), (5, 1.0, {"step", "block"})],
-)
-def test_captured_steps_under_a_grammar(library, drafts, temperature, graphs):
+    ("drafts", "temperature", "after", "graphs"),
+    [
+        (0, 0.0, (), {"step"}), (0, 1.0, (), {"step"}), (5, 1.0, (), {"step", "block"}),
+        (0, 1.0, (4000,), {"step"}), (5, 1.0, (4000,), {"step", "block"}),  # never held
+    ],
+)  # fmt: skip
+def test_captured_steps_under_a_grammar(library, drafts, temperature, after, graphs):
     """Masks are what a graph is launched with; a request beside them has none."""
     schema = {"type": "array", "items": {"enum": ["north", "south"]}, "minItems": 9, "maxItems": 9}
-    held = SamplingParams(max_tokens=40, temperature=temperature, seed=4,
-                          structured={"json_schema": schema})  # fmt: skip
+    grammar = Structured("json_schema", json.dumps(schema), after)
+    held = SamplingParams(max_tokens=40, temperature=temperature, seed=4, structured=grammar)
     asked = [held, SamplingParams(max_tokens=40, temperature=temperature, seed=5), held]
     rule, found = {"verify": "coupled"} if drafts else {}, []
     for kept in (True, False):
