@@ -165,8 +165,8 @@ class Answer:
                 return
             self.constraint.push(token)
 
-    def constrain_afresh(self) -> None:
-        """Its grammar may have followed tokens that are lost."""
+    def constrain_again(self) -> None:
+        """Its grammar may have followed tokens that were lost before they were appended."""
         if self.constraint:
             self.constraint.restart()
             self.constrain(self.sequence.tokens[self.sequence.prompt_tokens :])

@@ -468,6 +468,7 @@ class LLM:
 
     def _abort(self, answer: Answer, call: _Call) -> None:
         self._catch_up(answer)
+        answer.constrain_again()
         self._aborted.add(answer.sequence)
         self._finish(answer, call, FinishReason.ABORT)
 
@@ -552,6 +553,8 @@ class LLM:
                 answer, _ = self._running.get(sequence, (None, None))
                 if answer is not None and answer.scheduled is None:
                     answer.scheduled = now
+                if answer is not None and sequence in step.choosing:
+                    answer.constrain_again()
         return self._device.judge(step, self._drawing, self._told(step))
 
     def _without_ended(self, step: Step) -> Step | None:
@@ -802,16 +805,18 @@ class LLM:
 
     def _start_afresh(self) -> None:
         """Memory is half written or half planned: whoever goes on is computed again, but for what
-        steps that have landed left for all to find."""
-        for answer, call in list(self._running.values()):
-            self._catch_up(answer)
-            answer.constrain_afresh()
-            if answer.ended:  # it was told its last token, but not that it is over
-                self._finish(answer, call, answer.ended)
-        self._flight, self._landing = None, 0
+        steps that have landed left for all to find. Who is interrupted here has lost what was not
+        told yet, and computes that again too."""
+        self._flight = None
         try:
+            for answer, call in list(self._running.values()):
+                self._catch_up(answer)
+                if answer.ended:  # it was told its last token, but not that it is over
+                    answer.constrain_again()
+                    self._finish(answer, call, answer.ended)
             self._settle()
         finally:
+            self._landing = 0
             self._landed.clear()
             self._policy.drop()
             self._policy.preempted.clear()

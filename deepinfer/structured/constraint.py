@@ -54,7 +54,8 @@ class Constraint:
 
     def push(self, token: int) -> None:
         """The answer got a token, for good; one that ends it need not be told."""
-        if not self._drafts and self._places[0] is _Place.HELD and self._follows(token):
+        if not self._drafts and self._places[0] is _Place.HELD:
+            self._places[0] = _Place.HELD if self._follows(token) else _Place.DEAD
             self._masks[0] = False
             return
         if self._drafts[:1] != [token]:
@@ -150,13 +151,17 @@ class Constraint:
         held = [place is _Place.HELD for place in self._places[count:]]
         taken = sum(a and b for a, b in zip(held, held[1:], strict=False))
         if taken:
-            self._matcher.rollback(taken)
             del self._taken[-taken:]
+            if not self._matcher.rollback(taken):  # some rules of Lark cannot be taken back
+                self._read_again()
         del self._drafts[count:], self._places[count + 1 :], self._masks[count + 1 :]
 
     def _recover(self) -> None:
         """The library gives a matcher up that met a limit; that may be on a draft that falls."""
         self._said = self._matcher.get_error().splitlines()[0]
+        self._read_again()
+
+    def _read_again(self) -> None:
         self._matcher = self._grammar.deep_copy()
         self._matcher.consume_tokens(self._taken)
 

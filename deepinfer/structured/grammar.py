@@ -32,6 +32,8 @@ _GAP = r"\r?\n[ \t]{0,32}|[ ]?"
 # takes some ten milliseconds, and its states some ten MB.
 _LIMITS = dict(initial_lexer_fuel=250_000, max_lexer_states=50_000)
 
+_UNFORCED = '%llguidance {"no_forcing": true}'
+
 NAMES = {
     "json_schema": "JSON schema", "regex": "regular expression", "lark": "Lark grammar",
     "gbnf": "GBNF grammar",
@@ -121,7 +123,8 @@ def compiled(structured: Structured, tokens: LLTokenizer) -> LLMatcher:
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(verbose_errors=False, **_LIMITS)
-    matcher = LLMatcher(tokens, _unforced(_text(structured)), log_level=0, limits=limits)
+    text = _unforced(structured.kind, _text(structured))
+    matcher = LLMatcher(tokens, text, log_level=0, limits=limits)
     if matcher.is_error():
         check(structured)  # in the caller's words, if it can be told from those
         raise _refused(structured, matcher.get_error())
@@ -143,7 +146,7 @@ def _first(mask: bytes) -> int:
 
 def _text(structured: Structured, root: str = "#") -> str:
     from llguidance import LLMatcher
-    from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
+    from llguidance.gbnf_to_lark import gbnf_to_lark
 
     source = structured.source
     if len(source) > LONGEST:
@@ -155,7 +158,7 @@ def _text(structured: Structured, root: str = "#") -> str:
     if structured.kind == "gbnf":
         try:
             return LLMatcher.grammar_from_lark(gbnf_to_lark(source))
-        except (GbnfToLarkError, RecursionError) as problem:
+        except Exception as problem:  # it raises such for a rule that is not there
             raise _refused(structured, str(problem)) from None
     schema = _schema(structured)
     _counted(structured, schema, root)
@@ -169,13 +172,16 @@ def _text(structured: Structured, root: str = "#") -> str:
         raise _refused(structured, str(problem), root) from None
 
 
-def _unforced(text: str) -> str:
+def _unforced(kind: str, text: str) -> str:
     """The grammar with every tokenisation of what it forces: a mask then allows what can be
-    consumed, no less, and either tells the other."""
-    if text.startswith("{"):
+    consumed, no less, and takes no longer where much is forced."""
+    if kind in ("regex", "json_schema"):
         [part] = json.loads(text)["grammars"]
-        text = part.get("lark_grammar") or f"start: %json {json.dumps(part['json_schema'])}"
-    return text + '\n%llguidance {"no_forcing": true}\n'
+        text = part["lark_grammar"] if kind == "regex" else None
+        text = text or f"start: %json {json.dumps(part['json_schema'])}"
+    elif text.lstrip().startswith("{"):  # not Lark, but what the library makes of it
+        return text
+    return f"{text}\n{_UNFORCED}\n"
 
 
 def _schemas(source: str) -> Iterator[tuple[str, object, int, int]]:
@@ -257,6 +263,7 @@ def _refused(structured: Structured, line: str, root: str = "#") -> UsageError:
                 return problem
     name, code = NAMES[structured.kind], _CODES.get(structured.kind, "grammar-unsupported")
     said = " ".join(line.replace("<non-verbose/>", "").split())
+    said = re.sub(r" \d+ \| " + re.escape(_UNFORCED), "", said)
     if "NoExtension" in said:
         said = "no text matches it: a rule leads only to itself"
     if structured.kind != "json_schema":

@@ -241,11 +241,13 @@ def test_a_call_that_is_interrupted_takes_its_grammars_along(tokenizer):
 
 
 @pytest.mark.parametrize("rules", RULES, ids=NAMES)
+@pytest.mark.parametrize("twice", [False, True])
 @pytest.mark.parametrize("after", [1, 2, 4])
 def test_a_landing_that_breaks_off_leaves_the_grammar_where_the_answer_is(
-    tokenizer, rules, after, monkeypatch
+    tokenizer, rules, after, twice, monkeypatch
 ):
-    """Grammars follow a step's tokens before these are told: those that get lost are forgotten."""
+    """Grammars follow a step's tokens before these are told: those that get lost are forgotten.
+    twice: while the engine starts afresh, once more."""
     text = b"abcdefghijklmnopqrstuvwxyz"
     script = wants(text, start=2)
     draft = drafts(script) if rules else None
@@ -256,9 +258,16 @@ def test_a_landing_that_breaks_off_leaves_the_grammar_where_the_answer_is(
     def fails(slots, outcome):
         left[0] -= 1
         if not left[0]:
+            if twice:
+                monkeypatch.setattr(llm, "_catch_up", interrupts)
             raise KeyboardInterrupt
         return real(slots, outcome)
 
+    def interrupts(answer):
+        monkeypatch.setattr(llm, "_catch_up", caught_up)
+        raise KeyboardInterrupt
+
+    caught_up = llm._catch_up
     monkeypatch.setattr(llm._log, "write", fails)
     broken = 0
     with llm.flow() as flow:

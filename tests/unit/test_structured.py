@@ -118,6 +118,10 @@ def test_di_29_what_is_wrong_is_named(tokens):
         (Structured("json_schema", '{"items":' * 100_000), "schema-unsupported", "nested"),
         (Structured("gbnf", "root ::= " + "(" * 100_000), "grammar-unsupported", "recursion"),
         (Structured("lark", "start: ["), "grammar-unsupported", "Expected token"),
+        (Structured("lark", "{foo"), "grammar-unsupported", "in {foo"),
+        (Structured("lark", "{}"), "grammar-unsupported", "in {}"),
+        (Structured("gbnf", 'root ::= "a" | b'), "grammar-unsupported", "'b' not found"),
+        (Structured("gbnf", ""), "grammar-unsupported", "root"),
         (Structured("regex", "a" * (grammar.LONGEST + 1)), "regex-unsupported", "1,048,577"),
         (within({"properties": {"b": {"not": {}}}}), "schema-unsupported",
          'the JSON schema uses "not" at f.a/properties/b, which is not supported'),
@@ -132,6 +136,7 @@ def test_di_29_what_is_wrong_is_named(tokens):
         with pytest.raises(UsageError) as caught:
             grammar.compiled(asked, tokens)
         assert caught.value.code == code and said in str(caught.value), str(caught.value)
+        assert "no_forcing" not in str(caught.value)
         assert len(str(caught.value)) < 1000 and time.process_time() - began < 10
 
 
@@ -230,6 +235,32 @@ def test_a_mask_allows_every_token_that_fits(asked, tokens):
         if not allowed - {EOS}:
             break
         assert matcher.consume_token(rng.choice(sorted(allowed - {EOS})))
+
+
+def test_an_error_quotes_what_was_asked_alone(tokens):
+    """One that shows only with a vocabulary, which our own line is part of."""
+    asked = Structured("lark", 'start: <thinks> "x"')
+    with pytest.raises(UsageError, match="thinks") as caught:
+        grammar.compiled(asked, tokens)
+    assert "llguidance" not in str(caught.value)
+
+
+@pytest.mark.parametrize("rule", ["[max_tokens=6]: /[a-z ]+/", '[stop="st"]: /[a-z ]*/'])
+def test_what_the_library_cannot_take_back_is_read_again(rule, tokens, tokenizer):
+    asked = Structured("lark", f'start: a "!"\na{rule}')
+    walker, answer = constraint(asked, tokens), []
+    rng = random.Random(4)
+    for _ in range(4):
+        legal = ids_of(walker.allowed())
+        for other in rng.sample(legal, min(3, len(legal))):
+            walker.allowed([other])
+        fresh = constraint(asked, tokens)
+        for token in answer:
+            fresh.push(token)
+        assert ids_of(walker.allowed()) == ids_of(fresh.allowed()) == legal
+        answer.append(rng.choice([token for token in legal if token != EOS]))
+        walker.push(answer[-1])
+    assert walker.problem is None
 
 
 @pytest.mark.parametrize("source", ["a{1000000}", "((a{1000}){1000}){1000}", "(ab){30000}"])

@@ -18,6 +18,8 @@ def draw(library: Library):
         positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
         rows, vocab = x.shape
+        if allowed is not None and 8 * allowed.shape[1] < vocab:
+            raise ValueError(f"{8 * allowed.shape[1]} bits of a mask for {vocab} ids")
         x, *rest = (
             None if part is None else part.contiguous()
             for part in (x, allowed, streams, temperature, positions)
