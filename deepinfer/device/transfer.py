@@ -15,11 +15,11 @@ import torch
 def send(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
     """Tensors on ``device``, of the arrays' common type. The host goes on at once, and may change
     its arrays."""
-    if len(arrays) == 1 and device.type == "cpu":
-        return [torch.from_numpy(arrays[0].copy())]
+    if device.type == "cpu":
+        common = np.result_type(*arrays)
+        return [torch.from_numpy(a.astype(common, order="C")) for a in arrays]
     flat = torch.from_numpy(np.concatenate([a.ravel() for a in arrays]))
-    if device.type != "cpu":
-        flat = flat.pin_memory().to(device, non_blocking=True) if len(flat) else flat.to(device)
+    flat = flat.pin_memory().to(device, non_blocking=True) if len(flat) else flat.to(device)
     parts = flat.split([a.size for a in arrays])
     return [part.view(a.shape) for part, a in zip(parts, arrays, strict=True)]
 

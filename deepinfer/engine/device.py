@@ -195,16 +195,15 @@ class Device:
 
     def _masks(self, step: Step, told: Mapping[Generation, Told]) -> torch.Tensor | None:
         """`Rows.allowed` of the decoding requests."""
-        live, device = self.live, self.live.device
-        count, choosing = step.plan.decoding.drafts, step.choosing
-        if not count:
-            return _bits([one and one.allowed(()) for one in map(told.get, choosing)], device)
-        drafts = live.drafts[live.slots(step.plan.decoding.slots)].tolist()
+        live, count, choosing = self.live, step.plan.decoding.drafts, step.choosing
+        drafts: list[Sequence[int]] = [()] * len(choosing)
+        if count:
+            drafts = live.drafts[live.slots(step.plan.decoding.slots)].tolist()
         return _bits([
             one and one.allowed(some[:behind])
             for one, some in zip(map(told.get, choosing), drafts, strict=True)
             for behind in range(1 + count)
-        ], device)  # fmt: skip
+        ], live.device)  # fmt: skip
 
     def _decoding(
         self, plan: StepPlan, drawing: Drawing, masks: torch.Tensor | None

@@ -553,7 +553,9 @@ class LLM:
                 answer, _ = self._running.get(sequence, (None, None))
                 if answer is not None and answer.scheduled is None:
                     answer.scheduled = now
-                if answer is not None and sequence in step.choosing:
+            for at in step.finishing:
+                answer, _ = self._running.get(step.chunks[at][0], (None, None))
+                if answer is not None:
                     answer.constrain_again()
         return self._device.judge(step, self._drawing, self._told(step))
 

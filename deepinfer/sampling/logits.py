@@ -135,7 +135,7 @@ class Rows:
         )
 
     @classmethod
-    @functools.lru_cache(maxsize=256)
+    @functools.lru_cache(maxsize=8)
     def greedy(
         cls, count: int, device: torch.device, draw: Callable[..., torch.Tensor] = reference.draw
     ) -> Rows:

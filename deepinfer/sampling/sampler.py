@@ -17,12 +17,9 @@ import torch
 
 from deepinfer.core.request import TokenLogprob
 from deepinfer.core.step import Likelihoods
-from deepinfer.ops.torch.sampling import finite
+from deepinfer.ops.torch.sampling import finite, rows_at_once
 from deepinfer.sampling import rng
 from deepinfer.sampling.logits import Rows, log_normaliser, masses, process
-
-_BLOCK = 1 << 18  # elements worked on at once: float64 temporaries that stay in a cache
-_BLOCK_DEVICE = 1 << 22  # where starting work costs more than its temporaries
 
 
 def sample(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
@@ -42,9 +39,7 @@ def sample(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
 
 def blocks(logits: torch.Tensor, count: int | None = None) -> list[slice]:
     """So many rows of logits, or all [rows, vocab], in parts that bound float64 temporaries."""
-    rows, vocab = logits.shape
-    count = rows if count is None else count
-    size = max(1, (_BLOCK if logits.device.type == "cpu" else _BLOCK_DEVICE) // vocab)
+    count, size = len(logits) if count is None else count, rows_at_once(logits)
     return [slice(first, first + size) for first in range(0, count, size)]
 
 

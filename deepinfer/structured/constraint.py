@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from enum import Enum
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -38,7 +39,6 @@ class Constraint:
 
     def __init__(self, matcher: LLMatcher, eos_ids: Iterable[int], after: tuple[int, ...]) -> None:
         self._grammar, self._eos_ids, self._after = matcher, frozenset(eos_ids), after
-        self._nothing = np.zeros_like(np.frombuffer(matcher.compute_bitmask(), np.uint8))
         self.restart()
 
     def restart(self) -> None:
@@ -143,6 +143,11 @@ class Constraint:
             self._recover()
             self._places[at] = _Place.DEAD
         return self._nothing
+
+    @cached_property
+    def _nothing(self) -> np.ndarray:
+        """A mask that allows no id."""
+        return np.zeros_like(np.frombuffer(self._grammar.compute_bitmask(), np.uint8))
 
     def _back_to(self, count: int) -> None:
         """Only so many drafts."""

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 from deepinfer.core.request import SamplingParams  # noqa: E402
 from deepinfer.core.step import Likelihoods  # noqa: E402
 from deepinfer.device.sync import no_sync  # noqa: E402
+from deepinfer.ops.torch import sampling as reference  # noqa: E402
 from deepinfer.ops.torch.sampling import gumbel  # noqa: E402
 from deepinfer.sampling import logits as logits_module  # noqa: E402
 from deepinfer.sampling import rng, sampler  # noqa: E402
@@ -299,7 +300,7 @@ def test_blocks_do_not_show(monkeypatch):
     rows = [row(at, seed=at % 3, forbidden=(at,), **MIX[at % len(MIX)]) for at in range(40)]
     assert len(sampler.blocks(logits)) == 1
     together = sample(logits, rows)
-    monkeypatch.setattr(sampler, "_BLOCK", 7000)
+    monkeypatch.setattr(reference, "_BLOCK", 7000)
     assert len(sampler.blocks(logits)) == 20
     assert sample(logits, rows) == together and together[11] == -1
 

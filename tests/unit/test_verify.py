@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 
 from deepinfer.core.request import SamplingParams  # noqa: E402
 from deepinfer.device.sync import no_sync  # noqa: E402
+from deepinfer.ops.torch import sampling as reference  # noqa: E402
 from deepinfer.sampling import logits as logits_module  # noqa: E402
 from deepinfer.sampling import rng, sampler  # noqa: E402
 from deepinfer.sampling.logits import Row, Rows  # noqa: E402
@@ -398,7 +399,7 @@ def test_a_ragged_batch_is_its_requests_one_by_one(rule, monkeypatch):
         for ids, verdict in zip(one[2], answers, strict=True):
             assert verdict.tokens[:-1] == tuple(ids[: verdict.accepted])
             assert len(verdict.tokens) == verdict.accepted + 1
-    monkeypatch.setattr(sampler, "_BLOCK", 1000)
+    monkeypatch.setattr(reference, "_BLOCK", 1000)
     assert together == [judge(*one, rule) for one in some], "blocks of rows show"
 
 

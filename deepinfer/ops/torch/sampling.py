@@ -14,9 +14,8 @@ import torch
 
 from deepinfer.ops import noise
 
-# Elements drawn at once: float64 temporaries that stay in a cache; on a device (False) starting
-# work costs more than those.
-_BLOCK = {True: 1 << 18, False: 1 << 22}
+_BLOCK = 1 << 18  # elements worked on at once: float64 temporaries that stay in a cache
+_BLOCK_DEVICE = 1 << 22  # where starting work costs more than its temporaries
 
 
 def draw(
@@ -33,8 +32,7 @@ def draw(
     temperature above 0 are drawn, x over it plus the noise of their stream. positions int64 [rows]:
     streams are seeds, with these they name the streams (`noise.named`).
     """
-    vocab = x.shape[-1]
-    if streams is not None and len(x) > (size := max(1, _BLOCK[x.device.type == "cpu"] // vocab)):
+    if streams is not None and len(x) > (size := rows_at_once(x)):
         columns = (x, allowed, streams, temperature, positions)
         parts = zip(*(repeat(None) if c is None else c.split(size) for c in columns), strict=False)
         return torch.cat([draw(*part) for part in parts])
@@ -45,11 +43,16 @@ def draw(
     if streams is not None:
         warm = temperature > 0
         x = x.to(torch.float64) / temperature.masked_fill(~warm, 1.0)[:, None]
-        x += gumbel(streams, vocab).masked_fill_(~warm[:, None], 0.0)
+        x += gumbel(streams, x.shape[-1]).masked_fill_(~warm[:, None], 0.0)
     # torch promises the first of equal maxima, hence the lowest id
     best = x.argmax(dim=-1)
     fine &= x.gather(-1, best[:, None])[:, 0] > float("-inf")
     return torch.where(fine, best, -1)
+
+
+def rows_at_once(x: torch.Tensor) -> int:
+    """How many rows of x [rows, vocab] to work on at once: parts that bound float64 temporaries."""
+    return max(1, (_BLOCK if x.device.type == "cpu" else _BLOCK_DEVICE) // x.shape[-1])
 
 
 def finite(x: torch.Tensor) -> torch.Tensor:
@@ -63,10 +66,8 @@ def masked(x: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
     rows, vocab = x.shape
     # Adding is ten times as fast as filling; what is added to is finite.
     bits = allowed.flatten().to(torch.int32)
-    return (
-        x
-        + _of_bits(str(x.device)).index_select(0, bits).view(rows, 8 * allowed.shape[1])[:, :vocab]
-    )
+    added = _of_bits(str(x.device)).index_select(0, bits)
+    return x + added.view(rows, 8 * allowed.shape[1])[:, :vocab]
 
 
 @functools.lru_cache(maxsize=8)
